@@ -45,6 +45,7 @@ from rheostat_server.engine.backend import (
     Job,
     LensReading,
     QueueStats,
+    Start,
     SteeringUpdate,
     TokenDirections,
     WorkerStats,
@@ -155,6 +156,10 @@ class _StandIn:
         name = job.plan.request_id
         self._running[name] = task = asyncio.create_task(self._generate(job, receive))
         task.add_done_callback(lambda _: self._running.pop(name))
+
+    async def add_requests(self, starts: Sequence[Start]) -> None:
+        for start in starts:
+            await self.add_request(*start)
 
     async def abort(self, plan_ids: Sequence[str]) -> None:
         for plan_id in plan_ids:

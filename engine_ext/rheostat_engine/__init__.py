@@ -92,7 +92,6 @@ from rheostat_engine.plan.tables import (
 )
 from rheostat_engine.plan.updates import update_captures, update_steering
 from rheostat_engine.settings import EngineSettings, engine_kwargs
-from rheostat_engine.together import requests_together
 
 __all__ = [
     "CONTROLLERS_GROUP",
@@ -179,7 +178,6 @@ __all__ = [
     "prepare_front_end",
     "receive_outputs",
     "request_template",
-    "requests_together",
     "send_gains",
     "send_holds",
     "site_count",

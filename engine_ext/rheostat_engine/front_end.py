@@ -30,7 +30,7 @@ def prepare_front_end() -> None:
         holds,
         output_handler,
         outputs,
-        request_batches,
+        request_copies,
         scheduler_stats,
         templates,
     )

@@ -10,7 +10,7 @@ How
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
 
 from vllm.inputs import tokens_input
@@ -20,6 +20,9 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
+
+from rheostat_engine.adapters.request_copies import RequestCopy, with_copies
+from rheostat_engine.plan.plan import Window
 
 Params = SamplingParams
 Lora = LoRARequest
@@ -50,7 +53,8 @@ class RequestTemplate:
         token_ids: list[int],
         seed: int | None,
         extra_args: Mapping[str, object] | None,
-    ) -> RequestOutputCollector:
+        copies: Sequence[tuple[str, Window]] = (),
+    ) -> list[RequestOutputCollector]:
         """Adds a request, as `AsyncLLM.add_request`.
 
         Args:
@@ -59,6 +63,12 @@ class RequestTemplate:
             token_ids: its prompt. It must be valid: vLLM checks only the template's first prompt.
             seed: its seed.
             extra_args: its `SamplingParams.extra_args`.
+            copies: further requests, which differ only in their ids and in the windows of their
+                plans; see `request_copies`.
+
+        Returns:
+            The collectors of the request and its copies. With copies, none has a collected output
+            unless the message had to wait.
 
         Raises:
             EngineDeadError: the engine has died.
@@ -85,8 +95,23 @@ class RequestTemplate:
         request.request_id = request_id
         request.prompt_token_ids = token_ids
         request.arrival_time = time.time()
+        others = [copy(request) for _ in copies]
         llm.input_processor.assign_request_id(request)
         llm._run_output_handler()
-        collector = RequestOutputCollector(params.output_kind, request.request_id)
-        await llm._add_request(request, None, None, 0, collector)
-        return collector
+        collectors = [RequestOutputCollector(params.output_kind, request.request_id)]
+        own: list[RequestCopy] = []
+        for other, (other_id, window) in zip(others, copies, strict=True):
+            other.request_id = other_id
+            llm.input_processor.assign_request_id(other)
+            collector = RequestOutputCollector(params.output_kind, other.request_id)
+            llm.output_processor.add_request(other, None, None, 0, collector)
+            collectors.append(collector)
+            own.append(RequestCopy(other.request_id, other_id, window.start, window.end))
+        if own:
+            request = with_copies(request, own)
+        try:
+            await llm._add_request(request, None, None, 0, collectors[0])
+        except BaseException:
+            llm.output_processor.abort_requests([one.request_id for one in own], internal=True)
+            raise
+        return collectors

@@ -354,16 +354,14 @@ class Plan:
             return acts.needs, self.packed_outside.needs, captures
         return acts.needs, captures
 
-    def for_request(self, request_id: str, epoch: int) -> "Plan":
-        """A copy with another id and epoch, and the same tables."""
-        return self._copy(request_id, epoch, self.window)
+    def for_request(self, request_id: str, epoch: int, window: Window | None = None) -> "Plan":
+        """A copy with another id and epoch, and the same tables.
 
-    def within(self, start: int, end: int) -> "Plan":
-        """A copy whose window has other positions, and the same tables."""
-        assert self.window is not None
-        return self._copy(self.request_id, self.epoch, self.window._replace(start=start, end=end))
-
-    def _copy(self, request_id: str, epoch: int, window: Window | None) -> "Plan":
+        Args:
+            request_id: the id.
+            epoch: the epoch.
+            window: the copy's window, whose `first_act` is the same. None: it is not changed.
+        """
         return Plan(  # `replace` takes twice as long, and each sample has a copy
             request_id,
             self.acts,
@@ -371,7 +369,7 @@ class Plan:
             epoch,
             self.private_from,
             self.measured,
-            window,
+            self.window if window is None else window,
             self.signals,
             self.signals_wait,
             self.gained,

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from rheostat_engine import Plan
+from rheostat_engine import Plan, Window
 from rheostat_engine.immutable import immutable
 from rheostat_server.admission.baseline import Baseline
 from rheostat_server.admission.global_steering import GlobalSteering
@@ -76,6 +76,9 @@ class AdmittedRequest:
     """Whether its client may change its steering."""
     background: bool = False
     """Whether it is part of work in the background, which waits while other requests wait."""
+    windows: tuple[Window, ...] = ()
+    """The window of each sample's plan, for samples that are cells of a sweep. Empty: all samples
+    have that of `plan`."""
 
     def with_question(
         self,
@@ -85,11 +88,13 @@ class AdmittedRequest:
         plan: Plan,
         *,
         captures: bool,
+        windows: tuple[Window, ...],
     ) -> "AdmittedRequest":
         """A copy that asks the model another question.
 
-        Made field by field, because `replace` takes twice as long, and each cell of a sweep makes a
-        copy. If `captures` is false, the copy captures nothing by itself.
+        Made field by field, because `replace` takes twice as long, and a sweep makes many copies.
+        If `captures` is false, the copy captures nothing by itself. If there are windows, it has a
+        sample for each.
         """
         return AdmittedRequest(
             request_id,
@@ -118,6 +123,7 @@ class AdmittedRequest:
             self.controlled,
             self.in_session,
             self.background,
+            windows,
         )
 
     @property

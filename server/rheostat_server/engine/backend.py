@@ -196,6 +196,14 @@ class SteeringUpdate(NamedTuple):
     """The position before which nothing changes."""
 
 
+class Start(NamedTuple):
+    """A sample to be started; see `Backend.add_request`."""
+
+    job: Job
+    receive: Callable[[Delta], None]
+    fail: Callable[[Exception], None]
+
+
 class Backend(Protocol):
     """An engine with a model in it, ready to generate."""
 
@@ -230,6 +238,14 @@ class Backend(Protocol):
         Raises:
             EngineLost: the engine is gone.
             Exception: the engine refuses the request.
+        """
+
+    async def add_requests(self, starts: Sequence[Start]) -> None:
+        """Starts samples of one request, as `add_request` starts each.
+
+        Raises:
+            EngineLost: the engine is gone.
+            Exception: the engine refuses one of them. Earlier ones may run.
         """
 
     async def abort(self, plan_ids: Sequence[str]) -> None:

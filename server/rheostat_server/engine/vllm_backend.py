@@ -5,8 +5,8 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
-from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 import zmq
@@ -20,7 +20,6 @@ from rheostat_engine import (
     StagingError,
     WorkerChannel,
     receive_outputs,
-    request_template,
     send_gains,
     send_holds,
     stop_front_end,
@@ -33,13 +32,18 @@ from rheostat_server.engine.backend import (
     Job,
     LensReading,
     QueueStats,
+    Start,
     SteeringUpdate,
     TokenDirections,
     WorkerStats,
 )
 from rheostat_server.engine.loras import Lora
+from rheostat_server.engine.request_templates import (
+    RequestTemplates,
+    engine_dead_error,
+    lora_request,
+)
 from rheostat_server.engine.row_widths import cutting_expert_rows
-from rheostat_server.engine.sampling import SamplingSettings
 from rheostat_server.engine.vllm_engine import (
     LoadedEngine,
     load_engine,
@@ -58,13 +62,7 @@ from rheostat_server.vectors.store import Vector
 from rheostat_wire.dtypes import FloatArray
 
 if TYPE_CHECKING:
-    from vllm import SamplingParams
-    from vllm.lora.request import LoRARequest
-    from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.engine.exceptions import EngineDeadError
-
-    from rheostat_engine.adapters.templates import RequestTemplate
 
 _LOG = logging.getLogger(__name__)
 
@@ -78,9 +76,6 @@ gives its workers 9, and on a busy machine it takes longer itself."""
 
 _LOST = "the engine or one of its workers has died; restart the server"
 
-
-_MOST_TEMPLATES = 256
-"""The most `RequestTemplate`s that are kept. The oldest is dropped first."""
 
 _SPAN_BYTES = 256
 """Bytes that `offload` counts for serialising a span."""
@@ -134,7 +129,7 @@ class VllmBackend:
         self._channel = WorkerChannel(loaded.settings, ranks=sites.world_size)
         self._texts = TokenTexts(loaded.llm.tokenizer)
         self._turns = OutputTurns()
-        self._templates: dict[_TemplateKey, RequestTemplate] = {}
+        self._templates = RequestTemplates(loaded.llm, loaded.loras)
         self._watch: asyncio.Task[None] | None = None
         self._deliver: Callable[[Event], None] = lambda event: None
         self._lost: Callable[[str], None] = lambda reason: None
@@ -205,29 +200,46 @@ class VllmBackend:
         self, job: Job, receive: Callable[[Delta], None], fail: Callable[[Exception], None]
     ) -> None:
         """Starts a sample."""
-        vllm = _vllm_names()
+        await self._add([Start(job, receive, fail)])
 
-        def failed(error: Exception) -> None:
-            fail(self._lost_engine() if isinstance(error, vllm.EngineDeadError) else error)
+    async def add_requests(self, starts: Sequence[Start]) -> None:
+        """Starts samples of one request: with one message if they differ in their windows alone."""
+        if starts and starts[0].job.plan.window is not None:
+            await self._add(starts)
+            return
+        for start in starts:
+            await self._add([start])
 
+    async def _add(self, starts: Sequence[Start]) -> None:
+        """Starts samples that differ in the ids and windows of their plans alone."""
+        job, dead = starts[0].job, engine_dead_error()
         try:
-            collector = await self._template(job).add(
+            collectors = await self._templates.of(job).add(
                 self._llm,
                 job.plan.request_id,
                 list(job.prompt),
                 job.sampling.seed_of(job.sample),
                 {EXTRA_ARG: job.plan.to_wire()} if job.has_plan else None,
+                [
+                    (other.job.plan.request_id, other.job.plan.window)
+                    for other in starts[1:]
+                    if other.job.plan.window is not None  # all have one
+                ],
             )
-        except vllm.EngineDeadError as error:
+        except dead as error:
             raise self._lost_engine() from error
-        reader = DeltaReader(job, self._texts, self._turns, receive, failed)
-        receive_outputs(self._llm, collector, reader.put, failed, job.pace)
+        for (own, receive, fail), collector in zip(starts, collectors, strict=True):
+            failed = partial(self._fail, fail)
+            reader = DeltaReader(own, self._texts, self._turns, receive, failed)
+            receive_outputs(self._llm, collector, reader.put, failed, own.pace)
+
+    def _fail(self, fail: Callable[[Exception], None], error: Exception) -> None:
+        dead = isinstance(error, engine_dead_error())
+        fail(self._lost_engine() if dead else error)
 
     async def abort(self, plan_ids: Sequence[str]) -> None:
         """Aborts samples."""
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        with suppress(EngineDeadError):
+        with suppress(engine_dead_error()):
             await self._llm.abort(plan_ids)
 
     async def prepare(self, name: str, plan: Plan | None, plan_cost: int) -> tuple[bool, str]:
@@ -388,61 +400,6 @@ class VllmBackend:
             await asyncio.sleep(_HEARTBEAT)
         self._lost(_LOST)
 
-    def _template(self, job: Job) -> "RequestTemplate":
-        """The template of all requests with the settings, adapter and priority of a sample."""
-        sampling = job.sampling
-        if sampling.seed is not None:  # vLLM reads only whether there is one
-            sampling = replace(sampling, seed=0)
-        key = _TemplateKey(sampling, job.sample == 0, job.lora, job.background)
-        template = self._templates.get(key)
-        if template is None:
-            if len(self._templates) >= _MOST_TEMPLATES:
-                del self._templates[next(iter(self._templates))]
-            lora = _lora_request(self._loaded.loras[job.lora]) if job.lora else None
-            detokenize = sampling.text and self._llm.tokenizer is not None
-            params = _sampling_params(sampling, key.first, detokenize)
-            template = request_template(params, lora, int(job.background))
-            self._templates[key] = template
-        return template
-
-
-class _TemplateKey(NamedTuple):
-    """The fields in which all requests of a template are equal."""
-
-    sampling: SamplingSettings
-    first: bool
-    """Whether they are first samples, which alone get log-probabilities of the prompt."""
-    lora: str
-    background: bool
-
-
-def _sampling_params(settings: SamplingSettings, first: bool, detokenize: bool) -> "SamplingParams":
-    """The parameters of a sample, without its plan."""
-    vllm = _vllm_names()
-    return vllm.SamplingParams(
-        n=1,
-        temperature=settings.temperature,
-        top_p=settings.top_p,
-        top_k=settings.top_k,
-        min_p=settings.min_p,
-        max_tokens=settings.max_tokens,
-        min_tokens=settings.min_tokens,
-        stop=list(settings.stop),
-        stop_token_ids=list(settings.stop_token_ids),
-        seed=settings.seed,
-        logprobs=settings.logprobs,
-        prompt_logprobs=settings.prompt_logprobs if first else None,
-        repetition_penalty=settings.repetition_penalty,
-        presence_penalty=settings.presence_penalty,
-        frequency_penalty=settings.frequency_penalty,
-        ignore_eos=settings.ignore_eos,
-        allowed_token_ids=None if settings.only_token is None else [settings.only_token],
-        detokenize=detokenize,
-        output_kind=vllm.RequestOutputKind.DELTA,
-        flat_logprobs=settings.prompt_logprobs is not None,
-        skip_clone=True,
-    )
-
 
 def _only(answers: Sequence[T | None]) -> T:
     """The answer of a worker that has one, such as the first of the last pipeline stage."""
@@ -473,24 +430,6 @@ def _positions(workers: Sequence[Sequence[tuple[int, str]]]) -> list[int | None]
     return [None if position < 0 else position for position in first]
 
 
-class _VllmNames(NamedTuple):
-    """The names of vLLM that each request needs."""
-
-    SamplingParams: "type[SamplingParams]"
-    RequestOutputKind: "type[RequestOutputKind]"
-    EngineDeadError: "type[EngineDeadError]"
-
-
-@cache
-def _vllm_names() -> _VllmNames:
-    """Imports these names once, because each import of a name of vLLM is a slow look-up."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-    from vllm.v1.engine.exceptions import EngineDeadError
-
-    return _VllmNames(SamplingParams, RequestOutputKind, EngineDeadError)
-
-
 async def load_lora(llm: "AsyncLLM", lora: Lora) -> None:
     """Loads an adapter into every worker.
 
@@ -500,7 +439,7 @@ async def load_lora(llm: "AsyncLLM", lora: Lora) -> None:
         EngineFailed: it cannot be loaded.
     """
     try:
-        await _answered(llm, llm.add_lora(_lora_request(lora)))
+        await _answered(llm, llm.add_lora(lora_request(lora)))
     except Exception as error:  # vLLM reports any error of a worker as a plain Exception
         raise EngineFailed(
             f"vLLM cannot load the adapter {lora.name} from {lora.path}: {what_happened(error)}. "
@@ -534,12 +473,6 @@ async def _answered(llm: "AsyncLLM", call: Awaitable[T]) -> T:
         return answer.result()
     finally:
         answer.cancel()
-
-
-def _lora_request(lora: Lora) -> "LoRARequest":
-    from vllm.lora.request import LoRARequest
-
-    return LoRARequest(lora.name, lora.number, lora.path)
 
 
 def _payload(vectors: Sequence[Vector]) -> dict[str, tuple[tuple[float, ...], bytes]]:

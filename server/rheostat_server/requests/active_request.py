@@ -27,7 +27,7 @@ from rheostat_server.admission.admitted_request import AdmittedRequest
 from rheostat_server.delivery.byte_budget import Share
 from rheostat_server.delivery.response_rows import ResponseRows
 from rheostat_server.engine.admission_queue import Reservation
-from rheostat_server.engine.backend import Backend, Delta, Ending, StoppedBy
+from rheostat_server.engine.backend import Backend, Delta, Ending, Start, StoppedBy
 from rheostat_server.engine.held_samples import HeldSamples
 from rheostat_server.engine.pace import Pace
 from rheostat_server.engine.preparations import Preparation
@@ -477,21 +477,20 @@ class ActiveRequest:
 
     async def _add(self, backend: Backend, sequences: Sequence[EngineSequence]) -> None:
         """Adds samples to the engine."""
-        for sequence in sequences:
-            await self.holds.none()
-            if self._closed or sequence.ended:
-                continue
-            try:
-                await backend.add_request(
-                    sequence.job,
-                    partial(self._receive, sequence),
-                    partial(self._fail_sample, sequence),
-                )
-            except Exception as error:  # any error must fail the request, also in a task
-                self._fail_sample(sequence, error)
-            else:
-                if self._closed or self.aborted:
-                    self._abort([sequence])  # the engine may have got the first abort too early
+        await self.holds.none()
+        adding = [] if self._closed else [one for one in sequences if not one.ended]
+        starts = [
+            Start(one.job, partial(self._receive, one), partial(self._fail_sample, one))
+            for one in adding
+        ]
+        try:
+            await backend.add_requests(starts)
+        except Exception as error:  # any error must fail the request, also in a task
+            self._fail_sample(adding[0], error)
+        else:
+            if adding and (self._closed or self.aborted):
+                self._abort(adding)  # the engine may have got the first abort too early
+            for sequence in adding:
                 self.holds.hold_late(sequence)
 
     def _abort(self, sequences: Sequence[EngineSequence]) -> None:

@@ -324,7 +324,11 @@ def make_sequences(
     return [
         EngineSequence(
             Job(
-                plan.for_request(plan_id(sample, kind), plan.epoch),
+                plan.for_request(
+                    plan_id(sample, kind),
+                    plan.epoch,
+                    admitted.windows[sample] if admitted.windows else None,
+                ),
                 admitted.prompt.token_ids,
                 sampling,
                 sample,

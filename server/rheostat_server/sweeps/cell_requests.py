@@ -17,7 +17,15 @@ from typing import NamedTuple
 from rheostat_engine import OPEN_END, SMALL_PLAN_COST, Plan, Window
 from rheostat_server.admission.admitted_request import AdmittedRequest
 from rheostat_server.engine.admission_queue import Reservation
-from rheostat_server.errors import BankFull, InvalidValue, NonFinite, RunIncomplete
+from rheostat_server.errors import (
+    BankFull,
+    Draining,
+    EngineLost,
+    InvalidValue,
+    NonFinite,
+    RheostatError,
+    RunIncomplete,
+)
 from rheostat_server.requests.manager import RequestManager
 from rheostat_server.sweeps.cells import Replaced, estimate_packing, replacing, with_acts
 from rheostat_server.sweeps.pairs import Pair
@@ -41,12 +49,21 @@ class _Name(NamedTuple):
     noise: int
 
 
+class CellGroup(NamedTuple):
+    """Cells that one request measures in a prompt, each in a sample of its own."""
+
+    request: AdmittedRequest
+    cells: list[int]
+    windows: list[Window]
+    """For each cell, the window with which the plan runs. Empty: it runs as it is, for one cell."""
+
+
 class _Shared(NamedTuple):
     """A request with the acts of several columns."""
 
     request: AdmittedRequest
-    windows: dict[int, tuple[int, int]]
-    """By column, the positions of its rows: the first, and the one after the last."""
+    windows: dict[int, Window]
+    """By column, the window with its rows."""
 
 
 class CellRequests:
@@ -85,20 +102,58 @@ class CellRequests:
         self._turn = asyncio.Lock()
         """Held while a shared plan is made, because all its cells ask for it at once."""
 
-    async def request(self, cell: int, pair: int, noise: int) -> tuple[AdmittedRequest, Plan]:
-        """The request of a cell in a prompt of a pair, and the plan with which it runs.
+    @property
+    def most_together(self) -> int:
+        """The most cells that one request may have as its samples."""
+        return max(1, self._columns)
+
+    def block(self, cell: int) -> tuple[int, int]:
+        """A name of the cells that may share a request."""
+        row, column = self._settings.grid.place(cell)
+        return row, column // self.most_together
+
+    async def groups(
+        self, cells: Sequence[int], pair: int, noise: int
+    ) -> tuple[list[CellGroup], dict[int, RheostatError]]:
+        """The requests of cells in a prompt of a pair: few, if the cells are of one block.
+
+        Returns:
+            The groups of cells that a request measures, and the errors of cells whose rows cannot
+            be had.
 
         Raises:
-            RheostatError: its rows cannot be had.
+            EngineLost, Draining: the sweep cannot go on.
+        """
+        groups: dict[int, CellGroup] = {}
+        errors: dict[int, RheostatError] = {}
+        for cell in cells:
+            try:
+                request, window = await self._request(cell, pair, noise)
+            except (EngineLost, Draining):
+                raise
+            except RheostatError as error:
+                errors[cell] = error
+                continue
+            group = groups.setdefault(id(request), CellGroup(request, [], []))
+            group.cells.append(cell)
+            if window is not None:
+                group.windows.append(window)
+        return [*groups.values()], errors
+
+    async def _request(
+        self, cell: int, pair: int, noise: int
+    ) -> tuple[AdmittedRequest, Window | None]:
+        """The request of a cell in a prompt of a pair, and the window with which its plan runs.
+
+        Cells that share a plan get the same request. None: the plan runs as it is.
         """
         row, column = self._settings.grid.place(cell)
         if self._columns > 1:
             name = _Name(row, column - column % self._columns, pair, noise)
             shared = await self._shared_request(name)
             if shared is not None and column in shared.windows:
-                return shared.request, shared.request.plan.within(*shared.windows[column])
-        request = await self._unshared_request(row, column, pair, noise)
-        return request, request.plan
+                return shared.request, shared.windows[column]
+        return await self._unshared_request(row, column, pair, noise), None
 
     async def _shared_request(self, name: _Name) -> _Shared | None:
         """The request that some cells share; None if they cannot share one."""
@@ -117,7 +172,7 @@ class CellRequests:
         if not _may_have_window(base):
             return None
         replaced: list[Replaced] = []
-        windows: dict[int, tuple[int, int]] = {}
+        windows: dict[int, Window] = {}
         taken: set[int] = set()
         sites = len(self._settings.grid.rows[row].window)
         for column in range(first, min(first + self._columns, self._settings.grid.columns)):
@@ -132,7 +187,7 @@ class CellRequests:
             except (RunIncomplete, NonFinite):  # the cell's own request reports the error
                 continue
             replaced += rows
-            windows[column] = start, end
+            windows[column] = Window(start, end, len(base.acts))
             taken.update(positions)
         if len(windows) < 2:
             return None

@@ -1,4 +1,4 @@
-"""One cell of a sweep in one prompt: a request with rows replaced, which is asked for answers.
+"""Cells of a sweep in one prompt: a request with rows replaced, which is asked for answers.
 
 The rows that grades need are captured by the prompt's first question.
 """
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rheostat_engine import Act, Kind, Plan, Released, Site, Window
+from rheostat_engine import Act, Kind, Plan, Site, Window
 from rheostat_server.admission.admitted_request import AdmittedRequest
 from rheostat_server.admission.planning import problem_of
 from rheostat_server.delivery.items import Chunk, EncodedChunk, Loss
@@ -22,6 +22,7 @@ from rheostat_server.prompts.prompts import PromptTokens
 from rheostat_server.requests.active_request import ActiveRequest
 from rheostat_server.requests.manager import RequestManager
 from rheostat_server.requests.response_queue import ResponseItem, Sign
+from rheostat_server.requests.sequence import EngineSequence
 from rheostat_server.selectors.spans import runs
 from rheostat_server.sweeps.answers import Question, Reading
 from rheostat_server.sweeps.grades import RowReader
@@ -130,9 +131,9 @@ async def ask(
     question: Question,
     request_id: str,
     manager: RequestManager,
-    readers: Sequence[RowReader] = (),
-    plan: Plan | None = None,
-) -> Asked:
+    windows: tuple[Window, ...] = (),
+    readers: Sequence[Sequence[RowReader]] = (),
+) -> list[Asked]:
     """Asks a request for the probability of a token.
 
     The token is the only one that may be sampled. vLLM takes its log-probability and rank from the
@@ -145,39 +146,47 @@ async def ask(
         question: the token, and the tokens that follow the prompt before it.
         request_id: an id that no other request has.
         manager: runs the request.
-        readers: readers of the rows of each of the request's captures. Empty: it captures nothing,
-            and observers attach to it like to a running request.
-        plan: runs in place of the request's plan; None: that one does.
+        windows: the windows of the plan with which the request is asked, each in a sample of its
+            own. Empty: it is asked once, with its plan.
+        readers: for each sample, readers of the rows of each of the request's captures. Empty: it
+            captures nothing, and observers attach to it like to a running request.
+
+    Returns:
+        The answer of each sample.
 
     Raises:
         RheostatError: the request cannot run, or has failed.
     """
-    prompt = admitted.prompt
-    plan = admitted.plan if plan is None else plan
+    prompt, plan = admitted.prompt, admitted.plan
     if question.preceding:
         tokens = (*prompt.token_ids, *question.preceding)
         prompt = PromptTokens(tokens, prompt.source, None, None)
     if not readers and plan.captures:
         plan = plan.with_captures_of(_NOTHING)
-    sampling = _sampling(question.token_id, min(1, manager.info.logprobs))
-    asked = admitted.with_question(request_id, prompt, sampling, plan, captures=bool(readers))
+    samples = max(1, len(windows))
+    sampling = _sampling(question.token_id, min(1, manager.info.logprobs), samples)
+    asked = admitted.with_question(
+        request_id, prompt, sampling, plan, captures=bool(readers), windows=windows
+    )
+    deltas: dict[EngineSequence, Delta] = {}
     async with manager.run_request(asked) as active:
-        (sequence,) = active.sequences
-        delta: Delta | None = None
-        captured = not readers
-        while delta is None or not sequence.in_force or not captured:
+        waiting = [*active.sequences]
+        while waiting:
+            sequence = waiting[-1]
+            captured = not readers or sequence.released.is_set()
+            if sequence in deltas and sequence.in_force and captured:
+                waiting.pop()
+                continue
             item = await active.next()
             if item is Sign.ROWS:
                 await _read_rows(active, readers)
             elif isinstance(item, ResponseItem) and isinstance(item.what, Delta):
-                delta = item.what
+                deltas[item.sequence] = item.what
                 # If the plan's installation is reported later, the report wakes us. It mostly comes
                 # before, and need not.
-                sequence.held_back = True
-                if delta.ending is Ending.ABORTED:
+                item.sequence.held_back = True
+                if item.what.ending is Ending.ABORTED:
                     raise Draining("the server is ending; it did not run all cells")
-            elif isinstance(item, ResponseItem) and isinstance(item.what, Released):
-                captured = True
         if readers:
             active.finish()  # the rows that remain come with their end
             await _read_rows(active, readers)
@@ -185,6 +194,12 @@ async def ask(
                 await active.next()
                 await _read_rows(active, readers)
         active.completed = True
+    prompt_len = len(prompt.token_ids)
+    return [_answer(deltas[sequence], prompt_len) for sequence in active.sequences]
+
+
+def _answer(delta: Delta, prompt_len: int) -> Asked:
+    """The answer of a sample, whose prompt has so many tokens."""
     if len(delta.logprobs) != 1:
         raise Defect("the engine did not give the log-probability of an answer")
     (at,) = delta.logprobs
@@ -192,13 +207,14 @@ async def ask(
     if at.token.rank == 1:
         top = at.token.token_id
     reading = Reading(at.token.logprob, at.token.rank, top)
-    return Asked(reading, len(prompt.token_ids) - delta.cached_tokens)
+    return Asked(reading, prompt_len - delta.cached_tokens)
 
 
-@lru_cache(16)
-def _sampling(token_id: int | None, logprobs: int) -> SamplingSettings:
+@lru_cache(64)
+def _sampling(token_id: int | None, logprobs: int, samples: int) -> SamplingSettings:
     """Sampling of a question. All cells share it."""
     return SamplingSettings(
+        samples=samples,
         max_tokens=1,
         temperature=0.0,
         logprobs=logprobs,
@@ -208,7 +224,7 @@ def _sampling(token_id: int | None, logprobs: int) -> SamplingSettings:
     )
 
 
-async def _read_rows(active: ActiveRequest, readers: Sequence[RowReader]) -> None:
+async def _read_rows(active: ActiveRequest, readers: Sequence[Sequence[RowReader]]) -> None:
     """Hands the rows that have come to their readers.
 
     Raises:
@@ -222,8 +238,8 @@ async def _read_rows(active: ActiveRequest, readers: Sequence[RowReader]) -> Non
         await offload(captured.size, _hand_over, captured, readers)
 
 
-def _hand_over(captured: CapturedRows, readers: Sequence[RowReader]) -> None:
+def _hand_over(captured: CapturedRows, readers: Sequence[Sequence[RowReader]]) -> None:
     part = captured.to_message()
     _, count, width = part.tensor.shape
     rows = np.frombuffer(part.tensor.inline, dtype="<f4").reshape(count, width)
-    readers[part.capture_index].add(rows)
+    readers[part.sample][part.capture_index].add(rows)

@@ -3,19 +3,20 @@
 Invariant: a cell whose rows cannot be had raises an error. It is never asked without them.
 """
 
+import asyncio
 import math
 import uuid
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from rheostat_engine import Plan
+from rheostat_engine import Window
 from rheostat_server.admission.admitted_request import AdmittedRequest
-from rheostat_server.errors import NonFinite
+from rheostat_server.errors import NonFinite, RheostatError
 from rheostat_server.requests.manager import RequestManager
-from rheostat_server.sweeps.answers import Question, Readings
-from rheostat_server.sweeps.cell_requests import CellRequests
-from rheostat_server.sweeps.cells import Asked, ask
+from rheostat_server.sweeps.answers import Question, Reading, Readings
+from rheostat_server.sweeps.cell_requests import CellGroup, CellRequests
+from rheostat_server.sweeps.cells import ask
 from rheostat_server.sweeps.divergence import Divergences
 from rheostat_server.sweeps.grades import LastRow, PooledReading, RowReader
 from rheostat_server.sweeps.pairs import Pair
@@ -90,7 +91,7 @@ class Measurements:
         """Prompt tokens that were computed so far, rather than read from the prefix cache."""
 
     def starts_at_once(self) -> int:
-        """Calls of `cell` and `unchanged` that may begin in one iteration of the event loop."""
+        """Prompts that may begin in one iteration of the event loop."""
         return self._starter.at_once
 
     async def capture(self, index: int) -> None:
@@ -118,7 +119,8 @@ class Measurements:
         """
         pair = self._pairs[index]
         if any(grade.metric == sweep_pb2.METRIC_KL for grade in self._settings.grades):
-            self._references[index] = (await self._answered(pair.clean, pair)).last_row
+            (answered,) = await self._answered(pair.clean, pair)
+            self._references[index] = answered.last_row
 
     async def unchanged(self, prompt: AdmittedRequest, number: int) -> Metrics:
         """[grades]: the numbers of an unchanged prompt of a pair.
@@ -128,7 +130,8 @@ class Measurements:
         """
         pair = self._pairs[number]
         try:
-            return await self._numbers(await self._answered(prompt, pair), number)
+            (answered,) = await self._answered(prompt, pair)
+            return await self._numbers(answered, number)
         except NonFinite as error:
             error.field = pair.path
             raise
@@ -141,50 +144,71 @@ class Measurements:
         """Ends the work for cells that were expected."""
         await self._prefetch.close()
 
-    async def cell(self, cell: int, pair: int, noise: int) -> Measured:
-        """The numbers of a cell in a prompt of a pair.
+    def most_together(self) -> int:
+        """The most cells that may begin together now, as one request."""
+        return self._starter.most_together(self._requests.most_together)
+
+    def block(self, cell: int) -> tuple[int, int]:
+        """A name of the cells that may begin together."""
+        return self._requests.block(cell)
+
+    async def groups(
+        self, cells: Sequence[int], pair: int, noise: int
+    ) -> tuple[list[CellGroup], dict[int, RheostatError]]:
+        """As `CellRequests.groups`."""
+        return await self._requests.groups(cells, pair, noise)
+
+    async def cells(self, group: CellGroup, pair: int) -> list[Measured | NonFinite]:
+        """The numbers of cells in a prompt of a pair.
+
+        Returns:
+            For each cell its numbers, or the error if one of them is not finite.
 
         Raises:
-            RheostatError: its rows cannot be had, it cannot run, or has no finite number.
+            RheostatError: they cannot run.
         """
-        changed, plan = await self._requests.request(cell, pair, noise)
-        answered = await self._answered(changed, self._pairs[pair], plan)
+        answered = await self._answered(group.request, self._pairs[pair], tuple(group.windows))
+        if self._reading_grades:  # numbers of rows may be computed together
+            return await asyncio.gather(*(self._measured(one, pair) for one in answered))
+        return [await self._measured(one, pair) for one in answered]
+
+    async def _measured(self, answered: _Answered, pair: int) -> Measured | NonFinite:
         first = answered.readings[self._pairs[pair].answers.questions[0]]
-        return Measured(await self._numbers(answered, pair), first.top_token_id)
+        try:
+            return Measured(await self._numbers(answered, pair), first.top_token_id)
+        except NonFinite as error:
+            return error
 
     async def _answered(
-        self, prompt: AdmittedRequest, pair: Pair, plan: Plan | None = None
-    ) -> _Answered:
+        self, prompt: AdmittedRequest, pair: Pair, windows: tuple[Window, ...] = ()
+    ) -> list[_Answered]:
         """Asks a prompt all questions of its pair, the first of which captures rows.
 
-        `plan` runs in place of the prompt's plan.
+        With windows, it is asked in a sample for each of them; see `ask`.
         """
-        first, *others = pair.answers.questions
-        asked, readers = await self._starter.run(partial(self._ask_and_read, prompt, first, plan))
-        computed, readings = asked.computed, {first: asked.reading}
-        for question in others:
-            asked = await self._starter.run(partial(ask, prompt, question, plan=plan))
-            computed += asked.computed
-            readings[question] = asked.reading
-        self.computed += computed
-        return _Answered(readings, readers)
+        samples = max(1, len(windows))
+        readings: list[dict[Question, Reading]] = [{} for _ in range(samples)]
+        readers = [self._row_readers() for _ in range(samples)] if self._reading_grades else []
+        for number, question in enumerate(pair.answers.questions):
+            reading = [] if number else [tuple(one.values()) for one in readers]
+            answers = await self._starter.run(
+                partial(ask, prompt, question, windows=windows, readers=reading), samples
+            )
+            for sample, asked in enumerate(answers):
+                self.computed += asked.computed
+                readings[sample][question] = asked.reading
+        return [
+            _Answered(one, readers[sample] if readers else {})
+            for sample, one in enumerate(readings)
+        ]
 
-    async def _ask_and_read(
-        self,
-        prompt: AdmittedRequest,
-        question: Question,
-        plan: Plan | None,
-        request_id: str,
-        manager: RequestManager,
-    ) -> tuple[Asked, dict[int, RowReader]]:
-        """Asks a question, and reads the rows of each grade that needs some."""
-        readers: dict[int, RowReader] = {
+    def _row_readers(self) -> dict[int, RowReader]:
+        """New readers of the rows of a prompt, for each grade that needs rows."""
+        return {
             number: reader
             for number, grade in self._reading_grades
             if (reader := grade.row_reader()) is not None
         }
-        asked = await ask(prompt, question, request_id, manager, tuple(readers.values()), plan)
-        return asked, readers
 
     async def _numbers(self, answered: _Answered, pair: int) -> Metrics:
         """[grades]: the numbers of a prompt that was asked.

@@ -29,8 +29,8 @@ _STARTS = 4
 a quarter of a millisecond, and tokens of others wait for the iteration."""
 
 STARTS_ALONE = 8
-"""The same while no other request runs. The engine's core receives them in one message, so each
-costs it less."""
+"""The same while no other request runs. A request with several samples has an iteration of its own.
+"""
 
 T = TypeVar("T")
 
@@ -54,6 +54,7 @@ class RequestStarter:
         """Held by the request that waits to start. The others wait for the lock, which costs
         nothing, because a sweep may have hundreds."""
         self._beside_others, self._alone = Turns(_STARTS), Turns(STARTS_ALONE)
+        self._of_many_samples = Turns(1)
         self._full_until = 0.0
         """Time of the event loop until which no request starts, because the engine was full."""
         self._unique = uuid.uuid4().hex[:12]
@@ -66,16 +67,29 @@ class RequestStarter:
         """
         return 1 if self._manager.foreground_requests else STARTS_ALONE
 
-    async def run(self, ask_as: Callable[[str, RequestManager], Coroutine[None, None, T]]) -> T:
+    def most_together(self, most: int) -> int:
+        """How many of at most `most` samples a request may have now: one if other requests run."""
+        return 1 if self._manager.foreground_requests else most
+
+    async def run(
+        self, ask_as: Callable[[str, RequestManager], Coroutine[None, None, T]], samples: int = 1
+    ) -> T:
         """Calls a function with a new id, for one request.
 
         Waits while the engine has no room, or while other requests wait. Calls it again if it
         found no room after all.
+
+        Args:
+            ask_as: the function, which runs the request.
+            samples: the request's samples.
         """
         while True:
             await self._until_one_may_start()
-            others = self._manager.foreground_requests
-            await (self._beside_others if others else self._alone).turn()
+            if self._manager.foreground_requests:
+                turns = self._beside_others
+            else:
+                turns = self._alone if samples == 1 else self._of_many_samples
+            await turns.turn()
             self._started += 1
             try:
                 return await ask_as(f"{self._unique}/{self._started}", self._manager)

@@ -8,17 +8,17 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 from typing import NamedTuple
 
 import numpy as np
 from google.protobuf import duration_pb2
 
-from rheostat_engine import requests_together
-from rheostat_server.errors import Draining, EngineLost, RheostatError
+from rheostat_server.errors import Draining, EngineLost, NonFinite, RheostatError
 from rheostat_server.errors.status import to_status
+from rheostat_server.sweeps.cell_requests import CellGroup
 from rheostat_server.sweeps.grid import cell_runs
-from rheostat_server.sweeps.measurements import Measurements
+from rheostat_server.sweeps.measurements import Measured, Measurements
 from rheostat_server.sweeps.pairs import Pair
 from rheostat_server.sweeps.scores import (
     PairScale,
@@ -46,18 +46,55 @@ class _Cell:
     raw: list[list[float]]
     """[pairs][grades]: sums over the noises."""
     top_token_id: int = 0
+    """The most likely token in the first prompt of the first pair; 0 if it is not known."""
     error: RheostatError | None = None
 
 
 class _Work(NamedTuple):
-    """A prompt of a cell or a baseline."""
+    """A prompt in which cells are run, or a baseline."""
 
-    cell: int | None
-    """The cell; None for an unchanged prompt."""
+    cells: tuple[int, ...]
+    """The cells, which may share a request; empty for an unchanged prompt."""
     pair: int
     noise: int
     late: bool = False
     """Whether cells are graded without waiting for this baseline."""
+
+    @property
+    def prompts(self) -> int:
+        """Number of prompts that the engine runs."""
+        return len(self.cells) or 1
+
+    def parts(self, most: Callable[[], int]) -> "Iterator[_Work]":
+        """Yields it in parts of at most `most()` cells, which is called before each."""
+        cells = self.cells
+        while len(cells) > (count := most()):
+            yield self._replace(cells=cells[:count])
+            cells = cells[count:]
+        yield self._replace(cells=cells)
+
+
+class _Places:
+    """Limits how many prompts run at the same time."""
+
+    def __init__(self, count: int) -> None:
+        """All places are free."""
+        self._free = count
+        self._freed: asyncio.Future[None] | None = None
+        """Set while `take` waits."""
+
+    async def take(self, count: int) -> None:
+        """Takes places; waits until there are enough. One caller may wait."""
+        while self._free < count:
+            self._freed = asyncio.get_running_loop().create_future()
+            await self._freed
+        self._free -= count
+
+    def free(self, count: int) -> None:
+        """Frees places."""
+        self._free += count
+        if self._freed is not None and not self._freed.done():
+            self._freed.set_result(None)
 
 
 @dataclass
@@ -196,7 +233,7 @@ class RunningSweep:
         """
         first = self._settings.baselines - self._settings.late_baselines
         return [
-            _Work(None, number, noise)
+            _Work((), number, noise)
             for number, bases in enumerate(self._base_counts)
             for noise in range(bases)
             for _ in range(1 if noise else first)
@@ -205,7 +242,7 @@ class RunningSweep:
     def _late_baselines(self) -> list[_Work]:
         """Further repeats, so that later batches contribute to the noise too."""
         return [
-            _Work(None, pair, 0, late=True)
+            _Work((), pair, 0, late=True)
             for _ in range(self._settings.late_baselines)
             for pair in range(len(self._pairs))
         ]
@@ -217,23 +254,42 @@ class RunningSweep:
 
         The first baselines alternate with the first cells. The late ones are spread over all cells.
         """
-        count = len(cells) * sum(self._base_counts)
-        work = _alternating(first, _spread(late, self._expected(self._work(cells)), count))
+        blocks = self._blocks(cells)
+        count = len(blocks) * sum(self._base_counts)
+        work = _alternating(first, _spread(late, self._expected(self._work(blocks)), count))
+        places, begun = _Places(self._settings.concurrency), 0
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for piece in work:
+                    for part in piece.parts(self._measurements.most_together):
+                        await places.take(part.prompts)
+                        tasks.create_task(self._do(part, put, places, tasks))
+                        begun += part.prompts
+                        if begun >= self._measurements.starts_at_once():
+                            begun = 0
+                            await asyncio.sleep(0)
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
 
-        async def run() -> None:
-            for piece in work:
-                await self._do(piece, put)
+    def _blocks(self, cells: Sequence[int]) -> list[tuple[int, ...]]:
+        """Splits cells into those that begin together: neighbours in a row of the grid.
 
-        with requests_together():
-            await _together(run, self._settings.concurrency, self._measurements.starts_at_once)
+        At least four blocks run at the same time, so that the engine always has some cells.
+        """
+        most = max(1, self._settings.concurrency // 4)
+        blocks = [tuple(group) for _, group in groupby(cells, self._measurements.block)]
+        return [
+            block[first : first + most] for block in blocks for first in range(0, len(block), most)
+        ]
 
-    def _work(self, cells: Iterable[int]) -> Iterator[_Work]:
+    def _work(self, blocks: Iterable[tuple[int, ...]]) -> Iterator[_Work]:
         waiting, zeros = sum(self._base_counts), [0.0] * len(self._settings.grades)
-        for cell in cells:
-            self._progress.cells[cell] = _Cell(waiting, [zeros] * len(self._pairs))
+        for cells in blocks:
+            for cell in cells:
+                self._progress.cells[cell] = _Cell(waiting, [zeros] * len(self._pairs))
             for index, bases in enumerate(self._base_counts):
                 for noise in range(bases):
-                    yield _Work(cell, index, noise)
+                    yield _Work(cells, index, noise)
 
     def _expected(self, work: Iterable[_Work]) -> Iterator[_Work]:
         """Yields the prompts of cells. The rows of each are expected `concurrency` prompts earlier.
@@ -241,46 +297,81 @@ class RunningSweep:
         That many, because all of these prompts may start in one step of the engine.
         """
         coming: deque[_Work] = deque()
+        ahead = 0
         for piece in work:
-            if piece.cell is not None:
-                self._measurements.expect(piece.cell, piece.pair, piece.noise)
+            self._measurements.expect(piece.cells[0], piece.pair, piece.noise)
             coming.append(piece)
-            if len(coming) > self._settings.concurrency:
+            ahead += piece.prompts
+            while ahead >= self._settings.concurrency:
+                ahead -= coming[0].prompts
                 yield coming.popleft()
         yield from coming
 
-    async def _do(self, work: _Work, put: Put) -> None:
-        """Runs one prompt, and puts its cell if that is complete."""
-        progress = self._progress
-        if work.cell is None:
+    async def _do(self, work: _Work, put: Put, places: _Places, tasks: asyncio.TaskGroup) -> None:
+        """Runs prompts, puts cells that are complete, and frees the places of the prompts."""
+        if not work.cells:
             prompt = self._pairs[work.pair].bases[work.noise]
             metrics = await self._measurements.unchanged(prompt, work.pair)
             await self._take_baseline(work, np.array(metrics), put)
+            places.free(1)
             return
-        cell = progress.cells[work.cell]
-        if cell.error is None:
-            try:
-                metrics, top = await self._measurements.cell(work.cell, work.pair, work.noise)
-                bases = self._base_counts[work.pair]
-                cell.raw[work.pair] = [
-                    total + metric / bases
-                    for total, metric in zip(cell.raw[work.pair], metrics, strict=True)
-                ]
-                if work.pair == work.noise == 0:
-                    cell.top_token_id = top or 0
-            except (EngineLost, Draining):
-                raise
-            except RheostatError as error:
-                error.message = f"{self._pairs[work.pair].path}: {error.message}"
-                drop_tracebacks(error)  # they refer to the cell
-                cell.error = error
-        cell.waiting -= 1
-        if cell.waiting:
-            return
-        if progress.waiting_baselines:
-            progress.held_back.append(work.cell)
+        failed = [cell for cell in work.cells if self._progress.cells[cell].error is not None]
+        cells = [cell for cell in work.cells if cell not in failed]
+        groups, errors = await self._measurements.groups(cells, work.pair, work.noise)
+        for group in groups[1:]:
+            tasks.create_task(self._measure(group, work, put, places))
+        for cell, error in errors.items():
+            self._fail([cell], work.pair, error)
+        await self._count([*failed, *errors], put)
+        places.free(len(failed) + len(errors))
+        if groups:
+            await self._measure(groups[0], work, put, places)
+
+    async def _measure(self, group: CellGroup, work: _Work, put: Put, places: _Places) -> None:
+        """Runs some of the cells of `work`, and frees their places."""
+        try:
+            results = await self._measurements.cells(group, work.pair)
+        except (EngineLost, Draining):
+            raise
+        except RheostatError as error:
+            self._fail(group.cells, work.pair, error)
         else:
-            await self._finish(work.cell, put)
+            for cell, result in zip(group.cells, results, strict=True):
+                if isinstance(result, NonFinite):
+                    self._fail([cell], work.pair, result)
+                else:
+                    self._add(cell, work, result)
+        await self._count(group.cells, put)
+        places.free(len(group.cells))
+
+    def _add(self, cell: int, work: _Work, measured: Measured) -> None:
+        """Adds what a cell gives in a prompt."""
+        progress, bases = self._progress.cells[cell], self._base_counts[work.pair]
+        progress.raw[work.pair] = [
+            total + metric / bases
+            for total, metric in zip(progress.raw[work.pair], measured.metrics, strict=True)
+        ]
+        if work.pair == work.noise == 0:
+            progress.top_token_id = measured.top_token_id or 0
+
+    def _fail(self, cells: Iterable[int], pair: int, error: RheostatError) -> None:
+        """Makes an error in a prompt of a pair the result of cells."""
+        error.message = f"{self._pairs[pair].path}: {error.message}"
+        drop_tracebacks(error)  # they refer to the cells
+        for cell in cells:
+            self._progress.cells[cell].error = error
+
+    async def _count(self, cells: Iterable[int], put: Put) -> None:
+        """Counts an answered prompt of each cell, and puts the cells that are complete."""
+        progress = self._progress
+        for cell in cells:
+            progress.cells[cell].waiting -= 1
+            if progress.cells[cell].waiting:
+                continue
+            if progress.waiting_baselines:
+                progress.held_back.append(cell)
+            else:
+                await self._finish(cell, put)
 
     async def _take_baseline(self, work: _Work, values: Values, put: Put) -> None:
         """Adds the values of a baseline. After the last first one, puts the cells held back."""
@@ -362,24 +453,16 @@ def _spread(late: Sequence[_Work], work: Iterable[_Work], count: int) -> Iterato
     yield from late[spread:]
 
 
-async def _together(
-    work: Callable[[], Coroutine[None, None, None]],
-    count: int,
-    at_once: Callable[[], int] = lambda: 1,
-) -> None:
+async def _together(work: Callable[[], Coroutine[None, None, None]], count: int) -> None:
     """Runs `count` calls of `work` concurrently. Raises the first error.
 
-    Only `at_once()` calls start in each iteration of the event loop, because a call may take
-    milliseconds before it first waits.
+    One call starts in each iteration of the event loop, because a call may take milliseconds
+    before it first waits.
     """
     try:
         async with asyncio.TaskGroup() as group:
-            started = 0
             for _ in range(count):
                 group.create_task(work())
-                started += 1
-                if started >= at_once():
-                    started = 0
-                    await asyncio.sleep(0)
+                await asyncio.sleep(0)
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from None

@@ -223,7 +223,7 @@ def test_cells_copy_the_part_of_a_block_before_their_row(
     wanted = engine.run([prompt] * len(alone), list(alone), max_tokens=2)
     cold(engine)
     engine.run([prompt], [steer(*everywhere) if everywhere else None], skip_cache=False)
-    cells = [shared.within(at, at + 1) for at in places]
+    cells = [shared.for_request("", 0, Window(at, at + 1, first)) for at in places]
     found = engine.run([prompt] * len(cells), list(cells), max_tokens=2, skip_cache=False)
     assert [one.cached for one in found] == [min(at, 3 * BLOCK) for at in places]
     assert all(close(*both) for both in zip(found, wanted, strict=True))

@@ -42,6 +42,7 @@ from rheostat_server.engine.backend import (
     Job,
     LensReading,
     QueueStats,
+    Start,
     SteeringUpdate,
     TokenDirections,
     WorkerStats,
@@ -243,6 +244,10 @@ class ScriptedBackend:
         task = asyncio.create_task(self._run(self.generate(job), receive, fail))
         self.tasks[plan_id] = task
         task.add_done_callback(lambda _: self.tasks.pop(plan_id, None))
+
+    async def add_requests(self, starts: Sequence[Start]) -> None:
+        for start in starts:
+            await self.add_request(*start)
 
     async def abort(self, plan_ids: Sequence[str]) -> None:
         running = [self.tasks[plan_id] for plan_id in plan_ids if plan_id in self.tasks]

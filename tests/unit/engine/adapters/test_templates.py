@@ -15,7 +15,9 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.engine.output_processor import OutputProcessor
 
+from rheostat_engine import EXTRA_ARG, Plan, Window
 from rheostat_engine.front_end import request_template
 
 MODEL = Path(__file__).parents[4] / "server" / "rheostat_server" / "demo_model"
@@ -28,7 +30,9 @@ class Llm:
     def __init__(self, inputs: InputProcessor) -> None:
         self.input_processor = inputs
         self.errored = False
+        self.output_processor = OutputProcessor(None, log_stats=False)
         self.added: list[EngineCoreRequest] = []
+        self.refuses = False
         self.validated = 0
         process = inputs.process_inputs
 
@@ -48,6 +52,9 @@ class Llm:
         self, request: EngineCoreRequest, prompt: None, parent: None, index: int, queue: object
     ) -> None:
         assert (prompt, parent, index) == (None, None, 0)
+        if self.refuses:
+            raise EngineDeadError
+        self.output_processor.add_request(request, prompt, parent, index, queue)
         self.added.append(request)
 
 
@@ -111,6 +118,32 @@ async def test_parameters_that_vllm_refuses_are_refused_each_time(llm: Llm) -> N
         with pytest.raises(VLLMValidationError, match="stop_token_ids"):
             await template.add(llm, "r", [1], None, None)
     assert not llm.added
+
+
+PLAN = Plan("r0", (), measured=False, window=Window(0, 1, 0)).pack().to_wire()
+COPIES = [("r1", Window(1, 2, 0)), ("r2", Window(2, 3, 0))]
+
+
+async def test_copies_are_known_to_vllm_and_sent_with_the_first(llm: Llm) -> None:
+    template = request_template(params(), None, 1)
+    collectors = await template.add(llm, "r0", [1, 2], None, {EXTRA_ARG: PLAN}, COPIES)
+    (request,) = llm.added
+    sent = request.sampling_params.extra_args["rheostat_copies"]
+    assert [one[1:] for one in sent] == [["r1", 1, 2], ["r2", 2, 3]]
+    names = [request.request_id, *(one[0] for one in sent)]
+    assert [collector.request_id for collector in collectors] == names
+    states = llm.output_processor.request_states
+    assert [states[name].external_req_id for name in names] == ["r0", "r1", "r2"], RELIES
+    assert [states[name].queue for name in names] == collectors, RELIES
+
+
+async def test_copies_of_a_request_that_is_not_sent_are_forgotten(llm: Llm) -> None:
+    llm.refuses = True
+    with pytest.raises(EngineDeadError):
+        await request_template(params(), None, 1).add(
+            llm, "r0", [1, 2], None, {EXTRA_ARG: PLAN}, COPIES
+        )
+    assert not llm.output_processor.request_states
 
 
 async def test_a_dead_engine_takes_no_request(llm: Llm) -> None:

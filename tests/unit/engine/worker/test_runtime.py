@@ -83,7 +83,7 @@ def test_requests_that_differ_in_their_window_share_a_table() -> None:
     acts = tuple(add(1, scale=1.0 + n, where=((n, n + 1),)) for n in range(8))
     plan = Plan("", (add(2), *acts), measured=False, window=Window(0, 1, 1)).pack()
     for number in range(8):
-        one = plan.within(number, number + 1).for_request(f"r{number}", 0)
+        one = plan.for_request(f"r{number}", 0, Window(number, number + 1, 1))
         worker.add_request(f"v{number}", one)
     worker.step([(f"v{number}", 0, 8) for number in range(8)])
     row = VECTORS[DIGESTS[0]][0]

@@ -7,7 +7,7 @@ import threading
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -15,12 +15,22 @@ from vllm import SamplingParams, envs
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-from rheostat_engine import EXTRA_ARG, OPEN_END, Act, EngineSettings, GainsUpdate, Kind, Plan
+from rheostat_engine import (
+    EXTRA_ARG,
+    OPEN_END,
+    Act,
+    EngineSettings,
+    GainsUpdate,
+    Kind,
+    Plan,
+    Window,
+)
 from rheostat_engine.plan.plan import read_plan
 from rheostat_server.config import ServerConfig
-from rheostat_server.engine import vllm_backend, vllm_engine, vllm_outputs
-from rheostat_server.engine.backend import Delta, Job, SteeringUpdate
+from rheostat_server.engine import request_templates, vllm_backend, vllm_engine, vllm_outputs
+from rheostat_server.engine.backend import Delta, Job, Start, SteeringUpdate
 from rheostat_server.engine.loras import Lora
+from rheostat_server.engine.request_templates import RequestTemplates
 from rheostat_server.engine.sampling import SamplingSettings
 from rheostat_server.engine.vllm_backend import VllmBackend, ask_workers, start_backend
 from rheostat_server.engine.vllm_engine import LoadedEngine, QueueCounter
@@ -485,9 +495,13 @@ class Template(NamedTuple):
 
     params: SamplingParams
     added: list[tuple[object, ...]]
+    copies: list[list[tuple[str, Window]]]
 
-    async def add(self, llm: object, *arguments: object) -> None:
-        self.added.append(arguments)
+    async def add(self, llm: object, *arguments: Any) -> list[None]:
+        *own, copies = arguments
+        self.added.append(tuple(own))
+        self.copies.append(copies)
+        return [None] * (1 + len(copies))
 
 
 @pytest.fixture
@@ -497,14 +511,15 @@ def adding(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
     def template(params: SamplingParams, lora: None, priority: int) -> Template:
         assert (lora, priority) == (None, 0)
-        made.append(Template(params, []))
+        made.append(Template(params, [], []))
         return made[-1]
 
-    monkeypatch.setattr(vllm_backend, "request_template", template)
+    monkeypatch.setattr(request_templates, "request_template", template)
     monkeypatch.setattr(vllm_backend, "receive_outputs", lambda *_: None)
     backend = object.__new__(VllmBackend)
-    backend._loaded = SimpleNamespace(llm=SimpleNamespace(tokenizer=None), loras={})
-    backend._templates = {}
+    llm = SimpleNamespace(tokenizer=None)
+    backend._loaded = SimpleNamespace(llm=llm)
+    backend._templates = RequestTemplates(llm, {})
     backend._texts = backend._turns = None
     return SimpleNamespace(backend=backend, made=made)
 
@@ -541,7 +556,7 @@ async def test_each_sample_has_its_own_seed_and_only_the_first_the_prompts_log_p
     assert [seed for one in adding.made for _, _, seed, _ in one.added] == [11, 12, 13]
 
 
-async def test_at_most_64_templates_are_kept(adding) -> None:
+async def test_at_most_256_templates_are_kept(adding) -> None:
     for number in range(300):
         await adding.backend.add_request(job("a", top_k=number), list, list)
     assert len(adding.backend._templates) == 256
@@ -553,3 +568,25 @@ async def test_requests_with_any_seed_share_a_template(adding) -> None:
     for seed in (7, None, 8):
         await adding.backend.add_request(job("a", seed=seed), list, list)
     assert [[seed for _, _, seed, _ in one.added] for one in adding.made] == [[7, 8], [None]]
+
+
+async def test_samples_that_differ_in_their_windows_are_added_with_one_message(adding) -> None:
+    plan = Plan("", (ACT,), measured=False, window=Window(0, 1, 0)).pack()
+    sampling = replace(job("a").sampling, samples=3)
+    windows = [Window(at, at + 1, 0) for at in range(3)]
+    starts = [
+        Start(Job(plan.for_request(f"r{at}", 0, window), (1, 2), sampling, at, ""), list, list)
+        for at, window in enumerate(windows)
+    ]
+    await adding.backend.add_requests(starts)
+    (template,) = adding.made
+    ((name, _, _, extra),) = template.added
+    assert (name, read_plan(extra[EXTRA_ARG]).window) == ("r0", windows[0])
+    assert template.copies == [[("r1", windows[1]), ("r2", windows[2])]]
+
+
+async def test_samples_without_windows_are_added_one_by_one(adding) -> None:
+    samples = [job("a", sample, samples=2) for sample in range(2)]
+    await adding.backend.add_requests([Start(sample, list, list) for sample in samples])
+    (template,) = adding.made
+    assert (len(template.added), template.copies) == (2, [[], []])

@@ -12,7 +12,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from rheostat_server.engine import vllm_backend
+from rheostat_server.engine import request_templates, vllm_backend
+from rheostat_server.engine.request_templates import RequestTemplates
 from rheostat_server.engine.vllm_backend import VllmBackend
 from rheostat_wire.v1 import generation_pb2
 
@@ -62,8 +63,8 @@ class Llm:
 class Template:
     """Stands in for `RequestTemplate`."""
 
-    async def add(self, llm, request_id, *_: object) -> SimpleNamespace:
-        return await llm.add(request_id)
+    async def add(self, llm, request_id, *_: object) -> list[SimpleNamespace]:
+        return [await llm.add(request_id)]
 
 
 class Backend(ScriptedBackend):
@@ -74,7 +75,7 @@ class Backend(ScriptedBackend):
         self.llm = llm
         self.vllm = object.__new__(VllmBackend)
         self.vllm._loaded = SimpleNamespace(llm=llm, loras={})
-        self.vllm._templates = {}
+        self.vllm._templates = RequestTemplates(llm, {})
         self.vllm._texts = self.vllm._turns = None
         self.jobs_by_id = {}
 
@@ -105,8 +106,8 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
         RequestOutputKind=SimpleNamespace(DELTA=None),
         EngineDeadError=EngineDead,
     )
-    monkeypatch.setattr(vllm_backend, "_vllm_names", lambda: names)
-    monkeypatch.setattr(vllm_backend, "request_template", lambda *_: Template())
+    monkeypatch.setattr(request_templates, "_vllm_names", lambda: names)
+    monkeypatch.setattr(request_templates, "request_template", lambda *_: Template())
     monkeypatch.setattr(vllm_backend, "receive_outputs", lambda *_: None)
 
 

@@ -29,8 +29,8 @@ STEP = 0.01
 """Seconds until a worker handles a message, because it ends its step first."""
 CELLS = 64
 """Cells that run at a time."""
-LENGTH = 30
-"""Tokens of a prompt."""
+LENGTH = 32
+"""Tokens of a prompt, so that cells fill all places."""
 
 
 @dataclass

@@ -1,10 +1,13 @@
 """Cells of neighbouring columns share the tables of a plan, and each does what it alone should."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 
 from rheostat_engine import ModelSites
 from rheostat_server.engine.backend import Job
+from rheostat_server.requests.manager import RequestManager
 from rheostat_server.sweeps import cell_requests
 from rheostat_wire.v1 import (
     replace_pb2,
@@ -138,7 +141,7 @@ async def test_a_cell_that_only_fits_without_a_window_has_none(starter) -> None:
     request = order(one, group_labels=["a", "b"], sites=site_set(POST, layers=[1]))
     request.steering.interventions.extend(steered)
     values, jobs = await run(starter, request)
-    assert [job.plan.window for job in jobs] == [(1, 3, 2), (0, 4, 2)]
+    assert sorted(job.plan.window for job in jobs) == [(0, 4, 2), (1, 3, 2)]
     tight, jobs = await run(starter, request, sites_with(slots=3))
     assert [job.plan.window for job in jobs] == [None, None]
     np.testing.assert_array_equal(tight, values)
@@ -187,3 +190,17 @@ async def test_cells_under_a_policy_with_gates_have_plans_of_their_own(starter) 
     assert len(jobs) == len(cells) == LAYERS * len(CLEAN)
     assert all(job.plan.window is None and job.plan.packed_acts.gate_states for job in jobs)
     await settled(running)
+
+
+@pytest.mark.parametrize(
+    ("concurrency", "others", "samples"), [(4, 0, 1), (8, 0, 2), (16, 0, 4), (16, 1, 1)]
+)
+async def test_cells_that_share_a_plan_are_samples_of_one_request(
+    starter, monkeypatch, concurrency: int, others: int, samples: int
+) -> None:
+    """Beside requests of others, each cell starts alone, so that their tokens wait less."""
+    monkeypatch.setattr(RequestManager, "foreground_requests", property(lambda _: others))
+    _, jobs = await run(starter, order(max_concurrent_cells=concurrency))
+    assert len(jobs) == LAYERS * len(CLEAN)
+    requests = Counter(job.plan.request_id.partition("#")[0] for job in jobs)
+    assert set(requests.values()) == {samples}
