@@ -158,8 +158,8 @@ class _StandIn:
         task.add_done_callback(lambda _: self._running.pop(name))
 
     async def add_requests(self, starts: Sequence[Start]) -> None:
-        for start in starts:
-            await self.add_request(*start)
+        for one in starts:
+            await self.add_request(*one)
 
     async def abort(self, plan_ids: Sequence[str]) -> None:
         for plan_id in plan_ids:

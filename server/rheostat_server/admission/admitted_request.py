@@ -69,7 +69,7 @@ class AdmittedRequest:
     watch_parts: tuple[WatchPart, ...] = ()
     """What watches read of it."""
     unwatched: bool = False
-    """Whether no watch reads it, as with the cells of a sweep."""
+    """Whether no watch reads it: it is a prompt of a sweep or a derivation."""
     controlled: ControlledBy | None = None
     """Its controller."""
     in_session: bool = False
@@ -125,6 +125,14 @@ class AdmittedRequest:
             self.background,
             windows,
         )
+
+    @property
+    def in_foreground(self) -> bool:
+        """Whether a client may wait for its tokens.
+
+        The prompts of sweeps and derivations are not in the foreground, whatever their priority.
+        """
+        return not (self.background or self.unwatched)
 
     @property
     def changeable(self) -> bool:

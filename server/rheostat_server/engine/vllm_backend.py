@@ -38,7 +38,7 @@ from rheostat_server.engine.backend import (
     WorkerStats,
 )
 from rheostat_server.engine.loras import Lora
-from rheostat_server.engine.request_templates import (
+from rheostat_server.engine.vllm_templates import (
     RequestTemplates,
     engine_dead_error,
     lora_request,

@@ -61,7 +61,7 @@ from rheostat_server.requests.active_request import ActiveRequest
 from rheostat_server.requests.late_attachment import LateAttachment
 from rheostat_server.requests.open_outputs import open_outputs
 from rheostat_server.requests.policy_audit import PolicyAudit
-from rheostat_server.requests.sequence import RELEASE_GRACE, EngineSequence
+from rheostat_server.requests.sequence import RELEASE_GRACE, EngineSequence, until_released
 from rheostat_server.requests.signal_delivery import SignalDelivery, begin_watches
 from rheostat_server.requests.steering_control import SteeringControl
 from rheostat_server.requests.watched_requests import WatchedRequests
@@ -236,7 +236,7 @@ class RequestManager:
 
     @property
     def foreground_requests(self) -> int:
-        """Number of them that are not in the background."""
+        """Number of them for whose tokens a client may wait."""
         return self._foreground
 
     def _check_watch_fits(self, plan: Plan) -> None:
@@ -281,7 +281,7 @@ class RequestManager:
             active.control = SteeringControl(active, self)
         self._active_requests[admitted.request_id] = active
         self._empty.clear()
-        self._foreground += not admitted.background
+        self._foreground += admitted.in_foreground
         self._count(active, len(active.sequences))
         try:
             await self._prepare(active)
@@ -531,9 +531,7 @@ class RequestManager:
         """Releases everything that a request has reserved, once the engine has released it."""
         await active.stopped()
         routed = [sequence for sequence in active.sequences if sequence.plan_id in self._routes]
-        waits = [sequence.until_released(self.worker_stats) for sequence in routed]
-        # `gather` makes a task for each, and the cells of a sweep have one sequence.
-        await (waits[0] if len(waits) == 1 else asyncio.gather(*waits))
+        await until_released(routed, self.worker_stats)
         active.close_outputs()
         self._release(active)
         await active.outputs.settle()
@@ -545,7 +543,7 @@ class RequestManager:
         active.share.close()
         active.control = None  # it refers to the request, whose memory must be freed at once
         del self._active_requests[active.admitted.request_id]
-        self._foreground -= not active.admitted.background
+        self._foreground -= active.admitted.in_foreground
         self._count(active, -len(active.sequences))
         if not self._active_requests:
             self.worker_stats.expire()  # older counts include this request

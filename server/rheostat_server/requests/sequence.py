@@ -272,33 +272,39 @@ class EngineSequence:
         if self.pending_changes:
             self.resolve_changes(Attached(self.plan_id, self.capture_changes, OPEN_END, ""))
 
-    async def until_released(self, workers: SharedQuery[WorkerStats]) -> None:
-        """Returns once the engine has released the sequence, or has never had it.
 
-        No event is no proof: the engine may never have scheduled the sequence, or may be busy. But
-        it handles messages in order. Once it answers a query, it has handled the abort that was
-        sent before, and has reported what it had scheduled.
+async def until_released(
+    sequences: Sequence[EngineSequence], workers: SharedQuery[WorkerStats]
+) -> None:
+    """Returns once the engine has released each of some sequences, or has never had it.
 
-        Args:
-            workers: a query that every worker answers.
-        """
-        if await self._released_within(_ABORT_GRACE):
-            return
-        if not self.installed:
-            with contextlib.suppress(EngineLost):
-                await workers.fresh()
-            if await self._released_within(_REPORT_GRACE) or not self.installed:
-                return
-        if not await self._released_within(RELEASE_GRACE):
-            _LOG.error("the engine never released %s", self.plan_id)
+    No event is no proof: the engine may never have scheduled a sequence, or may be busy. But it
+    handles messages in order. Once it answers a query, it has handled the abort that was sent
+    before, and has reported what it had scheduled.
 
-    async def _released_within(self, seconds: float) -> bool:
-        try:
-            async with asyncio.timeout(seconds):
-                await self.released.wait()
-        except TimeoutError:
-            return False
-        return True
+    Args:
+        sequences: the sequences.
+        workers: a query that every worker answers.
+    """
+    left = await _unreleased_after(_ABORT_GRACE, sequences)
+    if not all(sequence.installed for sequence in left):
+        with contextlib.suppress(EngineLost):
+            await workers.fresh()
+        left = await _unreleased_after(_REPORT_GRACE, left)
+        left = [sequence for sequence in left if sequence.installed]
+    for sequence in await _unreleased_after(RELEASE_GRACE, left):
+        _LOG.error("the engine never released %s", sequence.plan_id)
+
+
+async def _unreleased_after(
+    seconds: float, sequences: Sequence[EngineSequence]
+) -> list[EngineSequence]:
+    """Waits until all sequences are released, at most so long. Returns those that are not."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            for sequence in sequences:
+                await sequence.released.wait()
+    return [sequence for sequence in sequences if not sequence.released.is_set()]
 
 
 def make_sequences(

@@ -42,7 +42,6 @@ ENGINE_LAYERS = (
     "process_end",
     "model_sites",
     "output",
-    "together",
     "channel",
     "worker.state",
     "worker.transport",

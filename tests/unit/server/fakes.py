@@ -241,8 +241,7 @@ class ScriptedBackend:
         self, job: Job, receive: Callable[[Delta], None], fail: Callable[[Exception], None]
     ) -> None:
         plan_id = job.plan.request_id
-        task = asyncio.create_task(self._run(self.generate(job), receive, fail))
-        self.tasks[plan_id] = task
+        self.tasks[plan_id] = task = asyncio.create_task(self._run(Start(job, receive, fail)))
         task.add_done_callback(lambda _: self.tasks.pop(plan_id, None))
 
     async def add_requests(self, starts: Sequence[Start]) -> None:
@@ -256,18 +255,13 @@ class ScriptedBackend:
         if running:
             await asyncio.wait(running)
 
-    async def _run(
-        self,
-        deltas: AsyncGenerator[Delta, None],
-        receive: Callable[[Delta], None],
-        fail: Callable[[Exception], None],
-    ) -> None:
+    async def _run(self, start: Start) -> None:
         try:
-            async with aclosing(deltas):
+            async with aclosing(self.generate(start.job)) as deltas:
                 async for delta in deltas:
-                    receive(delta)
+                    start.receive(delta)
         except Exception as error:
-            fail(error)
+            start.fail(error)
 
     async def generate(self, job: Job) -> AsyncGenerator[Delta, None]:
         """The script of a sample."""

@@ -27,10 +27,10 @@ from rheostat_engine import (
 )
 from rheostat_engine.plan.plan import read_plan
 from rheostat_server.config import ServerConfig
-from rheostat_server.engine import request_templates, vllm_backend, vllm_engine, vllm_outputs
+from rheostat_server.engine import vllm_backend, vllm_engine, vllm_outputs, vllm_templates
 from rheostat_server.engine.backend import Delta, Job, Start, SteeringUpdate
 from rheostat_server.engine.loras import Lora
-from rheostat_server.engine.request_templates import RequestTemplates
+from rheostat_server.engine.vllm_templates import RequestTemplates
 from rheostat_server.engine.sampling import SamplingSettings
 from rheostat_server.engine.vllm_backend import VllmBackend, ask_workers, start_backend
 from rheostat_server.engine.vllm_engine import LoadedEngine, QueueCounter
@@ -514,7 +514,7 @@ def adding(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         made.append(Template(params, [], []))
         return made[-1]
 
-    monkeypatch.setattr(request_templates, "request_template", template)
+    monkeypatch.setattr(vllm_templates, "request_template", template)
     monkeypatch.setattr(vllm_backend, "receive_outputs", lambda *_: None)
     backend = object.__new__(VllmBackend)
     llm = SimpleNamespace(tokenizer=None)

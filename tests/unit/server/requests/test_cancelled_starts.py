@@ -12,8 +12,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from rheostat_server.engine import request_templates, vllm_backend
-from rheostat_server.engine.request_templates import RequestTemplates
+from rheostat_server.engine import vllm_backend, vllm_templates
+from rheostat_server.engine.vllm_templates import RequestTemplates
 from rheostat_server.engine.vllm_backend import VllmBackend
 from rheostat_wire.v1 import generation_pb2
 
@@ -106,8 +106,8 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
         RequestOutputKind=SimpleNamespace(DELTA=None),
         EngineDeadError=EngineDead,
     )
-    monkeypatch.setattr(request_templates, "_vllm_names", lambda: names)
-    monkeypatch.setattr(request_templates, "request_template", lambda *_: Template())
+    monkeypatch.setattr(vllm_templates, "_vllm_names", lambda: names)
+    monkeypatch.setattr(vllm_templates, "request_template", lambda *_: Template())
     monkeypatch.setattr(vllm_backend, "receive_outputs", lambda *_: None)
 
 

@@ -13,6 +13,7 @@ from rheostat_server.engine.backend import Delta
 from rheostat_server.errors import EngineLost
 from rheostat_server.generation import responses as generation
 from rheostat_server.requests import sequence as sequences
+from rheostat_server.requests.sequence import EngineSequence
 from rheostat_wire.v1 import (
     engine_service_pb2,
     generation_pb2,
@@ -385,19 +386,20 @@ async def test_late_events_of_a_request_never_reach_another_with_its_id(running)
 
 
 async def test_all_samples_are_waited_for_at_once(starter, monkeypatch) -> None:
-    barrier = asyncio.Barrier(3)
+    waits: list[int] = []
 
-    async def released_within(sequence, seconds) -> bool:
-        await barrier.wait()
-        return True
+    async def unreleased_after(seconds, waiting) -> list[EngineSequence]:
+        waits.append(len(waiting))
+        return []
 
-    monkeypatch.setattr(sequences.EngineSequence, "_released_within", released_within)
+    monkeypatch.setattr(sequences, "_unreleased_after", unreleased_after)
     running = await starter(ScriptedBackend(silent=True))
     sampling = generation_pb2.Sampling(max_tokens=2, n=3, temperature=1.0)
     call = running.client.generation.Generate(request(steer=[add()], sampling=sampling))
     await call.read()
     call.cancel()
     await settled(running)
+    assert waits[0] == 3
     assert running.manager.ledger.requests == 0
 
 
