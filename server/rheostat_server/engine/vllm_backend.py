@@ -38,11 +38,6 @@ from rheostat_server.engine.backend import (
     WorkerStats,
 )
 from rheostat_server.engine.loras import Lora
-from rheostat_server.engine.vllm_templates import (
-    RequestTemplates,
-    engine_dead_error,
-    lora_request,
-)
 from rheostat_server.engine.row_widths import cutting_expert_rows
 from rheostat_server.engine.vllm_engine import (
     LoadedEngine,
@@ -51,6 +46,11 @@ from rheostat_server.engine.vllm_engine import (
     what_happened,
 )
 from rheostat_server.engine.vllm_outputs import DeltaReader, OutputTurns, TokenTexts
+from rheostat_server.engine.vllm_templates import (
+    RequestTemplates,
+    engine_dead_error,
+    lora_request,
+)
 from rheostat_server.engine.warm_up import warm_up
 from rheostat_server.errors import Defect, EngineFailed, EngineLost
 from rheostat_server.prompts.tokenizer import HuggingFaceTokenizer, Tokenizer

@@ -30,10 +30,10 @@ from rheostat_server.config import ServerConfig
 from rheostat_server.engine import vllm_backend, vllm_engine, vllm_outputs, vllm_templates
 from rheostat_server.engine.backend import Delta, Job, Start, SteeringUpdate
 from rheostat_server.engine.loras import Lora
-from rheostat_server.engine.vllm_templates import RequestTemplates
 from rheostat_server.engine.sampling import SamplingSettings
 from rheostat_server.engine.vllm_backend import VllmBackend, ask_workers, start_backend
 from rheostat_server.engine.vllm_engine import LoadedEngine, QueueCounter
+from rheostat_server.engine.vllm_templates import RequestTemplates
 from rheostat_server.errors import Defect, EngineFailed, EngineLost
 from rheostat_server.tensors import FloatType
 from rheostat_server.vectors.store import make_vector

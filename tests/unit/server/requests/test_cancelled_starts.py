@@ -13,8 +13,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from rheostat_server.engine import vllm_backend, vllm_templates
-from rheostat_server.engine.vllm_templates import RequestTemplates
 from rheostat_server.engine.vllm_backend import VllmBackend
+from rheostat_server.engine.vllm_templates import RequestTemplates
 from rheostat_wire.v1 import generation_pb2
 
 from ..fakes import ScriptedBackend
