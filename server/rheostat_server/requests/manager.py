@@ -431,9 +431,13 @@ class RequestManager:
         self._samples += samples
         self._prompt_tokens += samples * active.admitted.prompt_len
 
-    def _check_serving(self) -> None:
+    def check_not_lost(self) -> None:
+        """Raises EngineLost if the engine is gone."""
         if self.lost:
             raise EngineLost(self.lost)
+
+    def _check_serving(self) -> None:
+        self.check_not_lost()
         if self.draining:
             raise Draining(_ENDING)
 

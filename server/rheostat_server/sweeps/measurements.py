@@ -140,6 +140,10 @@ class Measurements:
         """Begins to load the rows of a cell in a prompt of a pair, which will be asked soon."""
         self._prefetch.expect(cell, pair, noise)
 
+    async def first_rows_loaded(self) -> None:
+        """Returns once the workers have rows of the first cells. Some must be expected."""
+        await self._prefetch.first_loaded()
+
     async def close(self) -> None:
         """Ends the work for cells that were expected."""
         await self._prefetch.close()

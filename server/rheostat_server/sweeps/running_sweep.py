@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby, zip_longest
+from itertools import chain, groupby, islice, zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -256,8 +256,12 @@ class RunningSweep:
         """
         blocks = self._blocks(cells)
         count = len(blocks) * sum(self._base_counts)
-        work = _alternating(first, _spread(late, self._expected(self._work(blocks)), count))
         places, begun = _Places(self._settings.concurrency), 0
+        expected = self._expected(self._work(blocks))
+        ahead = [*islice(expected, 1)]  # so the rows of the first cells are expected
+        if ahead:
+            await self._measurements.first_rows_loaded()
+        work = _alternating(first, _spread(late, chain(ahead, expected), count))
         try:
             async with asyncio.TaskGroup() as tasks:
                 for piece in work:

@@ -346,6 +346,7 @@ async def sources_of(
             with _naming(pair.path):
                 request = await _capturing(prompt, f"{name}-{noise}", wanted, grid, held, manager)
                 computed += await attempts(partial(_capture, request))
+            manager.check_not_lost()  # else the missing rows would be a defect
             runs = [held.made(capture.run.id) for capture in request.captures if capture.run]
         sources.append(RunRows(runs, wanted, model, kept=kept))
     return Captured(sources * len(pair.bases) if len(sources) == 1 else sources, computed)

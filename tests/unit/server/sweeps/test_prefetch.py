@@ -196,9 +196,17 @@ async def test_a_coarse_grid_has_more_sites_up_to_the_expected_cells(
 
 @dataclass
 class HeldCells(PatchedBackend):
-    """Answers cells only once `free` is set. Each site has its own rows."""
+    """Answers cells only once `free` is set. Each site has its own rows.
+
+    If `second` is set, the second call that loads vectors waits for it.
+    """
 
     free: asyncio.Event = field(default_factory=asyncio.Event)
+    second: asyncio.Event | None = None
+
+    async def load_vectors(self, vectors: Sequence[Vector]) -> None:
+        self.loading = self.second if self.loaded else None
+        await super().load_vectors(vectors)
 
     def _capture(self, job: Job, start: int, end: int) -> None:
         for capture in job.plan.captures:
@@ -227,23 +235,40 @@ async def test_rows_are_loaded_before_the_cells_before_them_have_run(starter) ->
     await settled(running)
 
 
+async def test_nothing_starts_before_the_rows_of_the_first_cells_are_loaded(
+    starter, monkeypatch
+) -> None:
+    monkeypatch.setattr(prefetching, "_FIRST_VECTORS", 2)
+    backend = PatchedBackend(loading=asyncio.Event())
+    running = await starter(backend)
+    calling = asyncio.create_task(swept(running, order(max_concurrent_cells=16)))
+    await until(lambda: len(backend.asked) == 1)  # the other prompt's own number
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert len(backend.asked) == 1
+    backend.loading.set()
+    cells, _ = await calling
+    assert len(cells) == LAYERS * len(CLEAN)
+    await settled(running)
+
+
 @pytest.mark.parametrize("loading", [True, False])
 async def test_a_vector_of_another_client_takes_the_place_of_rows_that_are_loaded_ahead(
     starter, loading: bool
 ) -> None:
-    backend = HeldCells(loading=asyncio.Event())
+    backend = HeldCells(second=asyncio.Event())
     size = len(CLEAN) * 4 * WIDTH
     running = await starter(backend, vector_store_bytes=2 * size)
     request = order(max_concurrent_cells=len(CLEAN), baseline_count=1)
     calling = asyncio.create_task(swept(running, request))
     await until(lambda: running.manager.store.used_bytes == 2 * size)
     if not loading:
-        backend.loading.set()
+        backend.second.set()
         await until(lambda: len(backend.loaded) == 2)
     uploaded = values(9.0, rows=len(CLEAN))
     answer = await put(running.client, header(rows=len(CLEAN)), chunk(uploaded))
     assert answer.digest in running.manager.store
-    backend.loading.set()
+    backend.second.set()
     backend.free.set()
     cells, _ = await calling
     assert len(cells) == LAYERS * len(CLEAN)
