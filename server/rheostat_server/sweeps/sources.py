@@ -95,6 +95,9 @@ class Source(Protocol):
             NonFinite: a row is too large.
         """
 
+    async def make(self, sites: Sequence[Site]) -> None:
+        """Makes the vectors of sites together, so that `vector` has them. Leaves errors to it."""
+
 
 class Zeros:
     """Zeros everywhere."""
@@ -111,6 +114,9 @@ class Zeros:
     async def vector(self, site: Site) -> Vector:
         """A row of zeros."""
         return self._vector
+
+    async def make(self, sites: Sequence[Site]) -> None:
+        """It is made already."""
 
 
 class RunRows:
@@ -176,6 +182,27 @@ class RunRows:
                 return await self._vector(site)
         self._vectors.move_to_end(site.index)
         return vector
+
+    async def make(self, sites: Sequence[Site]) -> None:
+        """Makes the vectors of sites in one visit of a thread."""
+        async with self._turn:
+            missing = [
+                (self._by_site[site.index], site)
+                for site in sites
+                if site.index in self._by_site and site.index not in self._vectors
+            ]
+            size = sum(len(self._at) * run.width * run.dtype.itemsize for run, _ in missing)
+            if size:
+                self._vectors.update(await offload(size, self._make_some, missing))
+            while len(self._vectors) > self._kept:
+                self._vectors.popitem(last=False)
+
+    def _make_some(self, wanted: Sequence[tuple[Run, Site]]) -> dict[int, Vector]:
+        made: dict[int, Vector] = {}
+        for stored, site in wanted:
+            with suppress(NonFinite):
+                made[site.index] = self._make(stored, site)
+        return made
 
     def _check_present(self, site: Site, positions: Sequence[int]) -> None:
         if -1 in positions:

@@ -94,9 +94,9 @@ def make_vector(kind: FloatType, rows: int, width: int, data: bytes, path: str) 
         NonFinite: an element is infinite or not a number.
     """
     values = widen(data, kind).reshape(rows, width)
-    bad = np.argwhere(~np.isfinite(values))
-    if len(bad):
-        row, column = (int(i) for i in bad[0])
+    finite = np.isfinite(values)
+    if not finite.all():
+        row, column = (int(i) for i in np.argwhere(~finite)[0])
         raise NonFinite(f"element [{row}, {column}] is not finite", field=path)
     norms = np.linalg.norm(values.astype(np.float64), axis=1)
     return Vector(

@@ -42,6 +42,8 @@ class Numbers:
     def __init__(self, first: float = 1.0, *, without: Sequence[int] = ()) -> None:
         self._first = first
         self._without = without
+        self.made: list[list[int]] = []
+        """The layers of each call of `make`."""
 
     async def vector(self, site: Site) -> Vector:
         if site.layer in self._without:
@@ -50,6 +52,9 @@ class Numbers:
 
     async def rows(self, site: Site, positions: Sequence[int]) -> SourceRows:
         return SourceRows(await self.vector(site), (0,) * len(positions))
+
+    async def make(self, sites: Sequence[Site]) -> None:
+        self.made.append([site.layer for site in sites])
 
 
 def prefetch(
@@ -233,6 +238,18 @@ async def test_rows_are_loaded_before_the_cells_before_them_have_run(starter) ->
     await calling
     assert len(backend.loaded) == LAYERS
     await settled(running)
+
+
+async def test_vectors_of_a_source_are_made_together(monkeypatch) -> None:
+    monkeypatch.setattr(prefetching, "_MADE_TOGETHER", 3)
+    one, other = Numbers(1.0), Numbers(100.0)
+    ahead, backend, _ = prefetch([[one], [other]])
+    for cell in range(0, 3 * COLUMNS, COLUMNS):
+        for number in range(2):
+            ahead.expect(cell, number, 0)
+    await until(lambda: len(backend.loaded) == 6)
+    assert (one.made, other.made) == ([[0, 1], [2]], [[0], [1, 2]])
+    await ahead.close()
 
 
 async def test_nothing_starts_before_the_rows_of_the_first_cells_are_loaded(
