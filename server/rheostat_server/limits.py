@@ -170,7 +170,7 @@ SWEEP_RANGES = 1 << 14
 """Most ranges of all selectors of a sweep."""
 
 SWEEP_REQUESTS = 1 << 22
-"""Most requests that the cells of a sweep make."""
+"""Most samples that the cells of a sweep run. Cells may share a request, but not a sample."""
 
 SWEEPS = 8
 """Sweeps that run at a time."""

@@ -1,17 +1,17 @@
-"""Adds requests that differ in their ids and in the windows of their plans as one message.
+"""Adds several requests with one message if they differ only in ids and plan windows.
 
 Why
-    The engine's core receives messages in a thread of its own, beside a main thread that calls
-    PyTorch. Receiving a request of 3 kB took 76 µs of CPU (on two CPU cores), most of it to decode
-    the request. A sweep has a request for each cell, and the core's process is what limits its
-    speed. The cells of neighbouring columns have one plan, and differ in its window.
+    The engine's core receives messages in a separate thread, beside a main thread that calls
+    PyTorch. Receiving a request of 3 kB took 76 µs of CPU (on two CPU cores). Most of this was
+    decoding. vLLM runs a request for each cell of a sweep, and the core's process limits the
+    sweep's speed. Cells of neighbouring columns have the same plan, with different windows.
 How
-    The first request is sent as vLLM sends it, with a list of the others in its `extra_args`. The
-    core's thread makes the others as copies of the first, and puts them into the core's queue as if
-    each had come alone.
+    The first request is sent as vLLM sends it. Its `extra_args` also list the other requests. For
+    each of them, the core's thread copies the first request. It puts the copies into the core's
+    input queue, as if each had come in its own message.
 
-Invariants: a request that the core can't process fails alone. A message with copies is one message
-of vLLM, so it overtakes no other message.
+Invariants: a request that the core cannot process fails alone. vLLM sends a request and its copies
+as one message, so the order of messages stays the same.
 """
 
 from collections.abc import Iterable, Sequence
@@ -32,29 +32,30 @@ _PREPROCESS = "preprocess_add_request"
 
 
 class RequestCopy(NamedTuple):
-    """What a request has of its own."""
+    """The fields in which a copy differs from the first request."""
 
     request_id: str
     """Its id in the engine's core."""
     external_id: str
-    """Its id outside of vLLM, which is the id of its plan."""
+    """Its id outside of vLLM, which is also the id of its plan."""
     start: int
+    """The first position of its plan's window."""
     end: int
-    """The window of its plan: the first position, and the position after the last."""
+    """The position after the last one of this window."""
 
 
 def with_copies(request: EngineCoreRequest, copies: Sequence[RequestCopy]) -> EngineCoreRequest:
-    """A request whose message also brings copies of it. Its plan has a window."""
+    """Returns a request whose message also carries copies of it. Its plan must have a window."""
     params = _params(request)
     assert params.extra_args is not None
     changed, changed_params = copy(request), copy(params)
-    changed_params.extra_args = {**params.extra_args, _COPIES: [list(one) for one in copies]}
+    changed_params.extra_args = {**params.extra_args, _COPIES: [list(fields) for fields in copies]}
     changed.sampling_params = changed_params
     return changed
 
 
 def receive_copies() -> None:
-    """Makes the engine's core in this process make the copies that messages bring."""
+    """Makes the engine's core in this process create the copies that a message carries."""
     stock = EngineCore.preprocess_add_request
     if getattr(stock, "is_rheostat", False):
         return
@@ -65,36 +66,37 @@ def receive_copies() -> None:
             return stock(core, request)
         copies = params.extra_args.pop(_COPIES)
         plan = params.extra_args[EXTRA_ARG] = read_plan(params.extra_args[EXTRA_ARG])
-        assert isinstance(core, EngineCoreProc)  # others have no messages
-        for made in _copies(request, plan, [RequestCopy(*one) for one in copies]):
-            _put(core, made)
+        assert isinstance(core, EngineCoreProc)  # only this class receives messages
+        for copied in _make_copies(request, plan, [RequestCopy(*fields) for fields in copies]):
+            _put(core, copied)
         return stock(core, request)
 
     def _put(core: EngineCoreProc, request: EngineCoreRequest) -> None:
         try:
             core.input_queue.put_nowait((EngineCoreRequestType.ADD, stock(core, request)))
-        except Exception:  # as vLLM's thread does
+        except Exception:  # any error, as in vLLM's own input thread
             core._handle_request_preproc_error(request)
 
     preprocess.is_rheostat = True  # type: ignore[attr-defined]  # detects a second call
     setattr(EngineCore, _PREPROCESS, preprocess)
 
 
-def _copies(
+def _make_copies(
     request: EngineCoreRequest, plan: ReceivedPlan, copies: Iterable[RequestCopy]
 ) -> Iterable[EngineCoreRequest]:
-    """Copies of a request with a plan."""
+    """Yields the copies of a request. `plan` is its plan, which has a window."""
     params, window = _params(request), plan.window
     assert window is not None
-    for own in copies:
-        made, made_params = copy(request), copy(params)
-        made_plan = plan._replace(
-            request_id=own.external_id, window=Window(own.start, own.end, window.first_act)
+    for fields in copies:
+        copied, copied_params = copy(request), copy(params)
+        copied_plan = plan._replace(
+            request_id=fields.external_id,
+            window=Window(fields.start, fields.end, window.first_act),
         )
-        made_params.extra_args = {**(params.extra_args or {}), EXTRA_ARG: made_plan}
-        made.sampling_params = made_params
-        made.request_id, made.external_req_id = own.request_id, own.external_id
-        yield made
+        copied_params.extra_args = {**(params.extra_args or {}), EXTRA_ARG: copied_plan}
+        copied.sampling_params = copied_params
+        copied.request_id, copied.external_req_id = fields.request_id, fields.external_id
+        yield copied
 
 
 def _params(request: EngineCoreRequest) -> SamplingParams:

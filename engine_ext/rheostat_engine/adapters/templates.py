@@ -63,12 +63,12 @@ class RequestTemplate:
             token_ids: its prompt. It must be valid: vLLM checks only the template's first prompt.
             seed: its seed.
             extra_args: its `SamplingParams.extra_args`.
-            copies: further requests, which differ only in their ids and in the windows of their
-                plans; see `request_copies`.
+            copies: the ids and plan windows of further requests, which otherwise equal this one.
+                The same message adds them; see `request_copies`.
 
         Returns:
-            The collectors of the request and its copies. With copies, none has a collected output
-            unless the message had to wait.
+            The collectors of the request and of its copies, in this order. With copies, all
+            collectors are empty, unless the message had to wait.
 
         Raises:
             EngineDeadError: the engine has died.
@@ -95,23 +95,24 @@ class RequestTemplate:
         request.request_id = request_id
         request.prompt_token_ids = token_ids
         request.arrival_time = time.time()
-        others = [copy(request) for _ in copies]
+        others = [copy(request) for _ in copies]  # the next call changes the request's ids
         llm.input_processor.assign_request_id(request)
         llm._run_output_handler()
         collectors = [RequestOutputCollector(params.output_kind, request.request_id)]
-        own: list[RequestCopy] = []
+        sent_copies: list[RequestCopy] = []
         for other, (other_id, window) in zip(others, copies, strict=True):
             other.request_id = other_id
             llm.input_processor.assign_request_id(other)
             collector = RequestOutputCollector(params.output_kind, other.request_id)
             llm.output_processor.add_request(other, None, None, 0, collector)
             collectors.append(collector)
-            own.append(RequestCopy(other.request_id, other_id, window.start, window.end))
-        if own:
-            request = with_copies(request, own)
+            sent_copies.append(RequestCopy(other.request_id, other_id, window.start, window.end))
+        if sent_copies:
+            request = with_copies(request, sent_copies)
         try:
             await llm._add_request(request, None, None, 0, collectors[0])
-        except BaseException:
-            llm.output_processor.abort_requests([one.request_id for one in own], internal=True)
+        except BaseException:  # otherwise vLLM's output processor would keep the copies
+            copy_ids = [sent.request_id for sent in sent_copies]
+            llm.output_processor.abort_requests(copy_ids, internal=True)
             raise
         return collectors

@@ -61,8 +61,8 @@ class SignalsWait(IntEnum):
 class Window(NamedTuple):
     """The positions to which some of a plan's acts are limited.
 
-    Requests whose acts differ in their position alone share a table that has the acts of all of
-    them. Each request's window selects its own.
+    Requests can share a table if their acts differ only in position. The table has the acts of all
+    these requests, and each request's window selects its own acts.
     """
 
     start: int
@@ -358,9 +358,10 @@ class Plan:
         """A copy with another id and epoch, and the same tables.
 
         Args:
-            request_id: the id.
-            epoch: the epoch.
-            window: the copy's window, whose `first_act` is the same. None: it is not changed.
+            request_id: the copy's id.
+            epoch: the copy's epoch.
+            window: the copy's window. Its `first_act` must be that of this plan's window. None: the
+                copy has this plan's window.
         """
         return Plan(  # `replace` takes twice as long, and each sample has a copy
             request_id,

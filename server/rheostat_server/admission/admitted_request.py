@@ -69,7 +69,7 @@ class AdmittedRequest:
     watch_parts: tuple[WatchPart, ...] = ()
     """What watches read of it."""
     unwatched: bool = False
-    """Whether no watch reads it: it is a prompt of a sweep or a derivation."""
+    """Whether no watch reads it. True for the prompts of sweeps and derivations."""
     controlled: ControlledBy | None = None
     """Its controller."""
     in_session: bool = False
@@ -77,8 +77,8 @@ class AdmittedRequest:
     background: bool = False
     """Whether it is part of work in the background, which waits while other requests wait."""
     windows: tuple[Window, ...] = ()
-    """The window of each sample's plan, for samples that are cells of a sweep. Empty: all samples
-    have that of `plan`."""
+    """The window of each sample's plan, if the samples are cells of a sweep. Empty: all samples use
+    the window of `plan`."""
 
     def with_question(
         self,
@@ -93,8 +93,8 @@ class AdmittedRequest:
         """A copy that asks the model another question.
 
         Made field by field, because `replace` takes twice as long, and a sweep makes many copies.
-        If `captures` is false, the copy captures nothing by itself. If there are windows, it has a
-        sample for each.
+        If `captures` is false, the copy captures nothing by itself. If there are windows,
+        `sampling` has a sample for each window.
         """
         return AdmittedRequest(
             request_id,

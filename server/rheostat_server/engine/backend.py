@@ -197,7 +197,7 @@ class SteeringUpdate(NamedTuple):
 
 
 class Start(NamedTuple):
-    """A sample to be started; see `Backend.add_request`."""
+    """The arguments of `Backend.add_request` for one sample."""
 
     job: Job
     receive: Callable[[Delta], None]
@@ -241,11 +241,11 @@ class Backend(Protocol):
         """
 
     async def add_requests(self, starts: Sequence[Start]) -> None:
-        """Starts samples of one request, as `add_request` starts each.
+        """Starts samples of one request. Each starts as with `add_request`.
 
         Raises:
             EngineLost: the engine is gone.
-            Exception: the engine refuses one of them. Earlier ones may run.
+            Exception: the engine refuses a sample. The samples before it may run.
         """
 
     async def abort(self, plan_ids: Sequence[str]) -> None:

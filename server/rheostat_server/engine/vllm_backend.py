@@ -203,7 +203,7 @@ class VllmBackend:
         await self._add([Start(job, receive, fail)])
 
     async def add_requests(self, starts: Sequence[Start]) -> None:
-        """Starts samples of one request: with one message if they differ in their windows alone."""
+        """Starts samples of one request. If their plans have windows, one message starts all."""
         if starts and starts[0].job.plan.window is not None:
             await self._add(starts)
             return
@@ -211,8 +211,8 @@ class VllmBackend:
             await self._add([start])
 
     async def _add(self, starts: Sequence[Start]) -> None:
-        """Starts samples that differ in the ids and windows of their plans alone."""
-        job, dead = starts[0].job, engine_dead_error()
+        """Starts samples with one message. Only the ids and windows of their plans may differ."""
+        job, dead_error = starts[0].job, engine_dead_error()
         try:
             collectors = await self._templates.of(job).add(
                 self._llm,
@@ -221,19 +221,20 @@ class VllmBackend:
                 job.sampling.seed_of(job.sample),
                 {EXTRA_ARG: job.plan.to_wire()} if job.has_plan else None,
                 [
-                    (other.job.plan.request_id, other.job.plan.window)
-                    for other in starts[1:]
-                    if other.job.plan.window is not None  # all have one
+                    (start.job.plan.request_id, start.job.plan.window)
+                    for start in starts[1:]
+                    if start.job.plan.window is not None  # always true; needed by mypy
                 ],
             )
-        except dead as error:
+        except dead_error as error:
             raise self._lost_engine() from error
-        for (own, receive, fail), collector in zip(starts, collectors, strict=True):
+        for (sample, receive, fail), collector in zip(starts, collectors, strict=True):
             failed = partial(self._fail, fail)
-            reader = DeltaReader(own, self._texts, self._turns, receive, failed)
-            receive_outputs(self._llm, collector, reader.put, failed, own.pace)
+            reader = DeltaReader(sample, self._texts, self._turns, receive, failed)
+            receive_outputs(self._llm, collector, reader.put, failed, sample.pace)
 
     def _fail(self, fail: Callable[[Exception], None], error: Exception) -> None:
+        """Calls `fail` with an error. `EngineLost` replaces vLLM's error of a dead engine."""
         dead = isinstance(error, engine_dead_error())
         fail(self._lost_engine() if dead else error)
 

@@ -1,4 +1,4 @@
-"""The templates of the engine's requests: one for each combination of settings."""
+"""Keeps a `RequestTemplate` for each combination of sampling settings, adapter and priority."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -24,10 +24,10 @@ _MOST_TEMPLATES = 256
 
 
 class RequestTemplates:
-    """Makes templates, and keeps them."""
+    """Makes a template when it is first needed, and keeps at most `_MOST_TEMPLATES`."""
 
     def __init__(self, llm: "AsyncLLM", loras: Mapping[str, Lora]) -> None:
-        """There is none.
+        """Starts without templates.
 
         Args:
             llm: the engine.
@@ -42,10 +42,11 @@ class RequestTemplates:
         return len(self._templates)
 
     def of(self, job: Job) -> "RequestTemplate":
-        """The template of all requests with the settings, adapter and priority of a sample."""
+        """The template for requests with the same settings, adapter and priority as a sample."""
         sampling = job.sampling
         if sampling.seed is not None or sampling.samples != 1:
-            # vLLM reads only whether there is a seed.
+            # Such requests share a template: `RequestTemplate.add` sets the seed of each, and
+            # each sample is a vLLM request. vLLM itself reads only whether there is a seed.
             sampling = replace(sampling, seed=None if sampling.seed is None else 0, samples=1)
         first = job.sample == 0 and sampling.prompt_logprobs is not None
         key = _TemplateKey(sampling, first, job.lora, job.background)
@@ -66,7 +67,7 @@ class _TemplateKey(NamedTuple):
 
     sampling: SamplingSettings
     first: bool
-    """Whether they get log-probabilities of the prompt, as first samples alone do."""
+    """Whether they get log-probabilities of the prompt. Only a first sample does."""
     lora: str
     background: bool
 
@@ -100,19 +101,19 @@ def _sampling_params(settings: SamplingSettings, first: bool, detokenize: bool) 
 
 
 def lora_request(lora: Lora) -> "LoRARequest":
-    """The name by which vLLM knows an adapter."""
+    """vLLM's object for an adapter: its name, number and path."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(lora.name, lora.number, lora.path)
 
 
 def engine_dead_error() -> "type[EngineDeadError]":
-    """The class of vLLM's error of an engine that has died."""
+    """The class of the error that vLLM raises if the engine has died."""
     return _vllm_names().EngineDeadError
 
 
 class _VllmNames(NamedTuple):
-    """The names of vLLM that each request needs."""
+    """The classes of vLLM that each request needs."""
 
     SamplingParams: "type[SamplingParams]"
     RequestOutputKind: "type[RequestOutputKind]"
@@ -121,7 +122,7 @@ class _VllmNames(NamedTuple):
 
 @cache
 def _vllm_names() -> _VllmNames:
-    """Imports these names once, because each import of a name of vLLM is a slow look-up."""
+    """Imports these classes once, because importing a name from vLLM is a slow look-up."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.exceptions import EngineDeadError

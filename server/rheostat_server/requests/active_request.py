@@ -218,8 +218,8 @@ class ActiveRequest:
         because the tasks of the burst run before the tasks that they create.
         """
         if self._may_start(self.sequences, epoch):
-            few = max(1, _ITERATION_WORK // (self.admitted.prompt_len + _START_WORK))
-            at_once = len(self.sequences) if self.admitted.windows else few  # one message has all
+            paced = max(1, _ITERATION_WORK // (self.admitted.prompt_len + _START_WORK))
+            at_once = len(self.sequences) if self.admitted.windows else paced  # in one message
             self._backend = backend
             await self._add(backend, self.sequences[:at_once])
             if later := self.sequences[at_once:]:

@@ -236,7 +236,7 @@ class RequestManager:
 
     @property
     def foreground_requests(self) -> int:
-        """Number of them for whose tokens a client may wait."""
+        """Number of open requests for whose tokens a client may wait."""
         return self._foreground
 
     def _check_watch_fits(self, plan: Plan) -> None:

@@ -54,9 +54,8 @@ UNSCHEDULED_GRACE = 2.0
 """Seconds after which a sequence without any event of the engine counts as never scheduled."""
 
 _ABORT_GRACE = 0.05
-"""Seconds that an aborted sequence has to be released before the workers are asked. The answer
-serves all sequences that wait for one, so a cancelled sweep asks a few times, not once for each
-cell."""
+"""Seconds that an aborted sequence has to be released before the workers are asked. All requests
+that wait for an answer share it, so a cancelled sweep asks only a few times."""
 
 _REPORT_GRACE = 0.1
 """Seconds that a report may be on its way which a worker sent before it answered."""
@@ -276,30 +275,30 @@ class EngineSequence:
 async def until_released(
     sequences: Sequence[EngineSequence], workers: SharedQuery[WorkerStats]
 ) -> None:
-    """Returns once the engine has released each of some sequences, or has never had it.
+    """Returns once the engine has released each sequence, or has never scheduled it.
 
-    No event is no proof: the engine may never have scheduled a sequence, or may be busy. But it
+    If no event comes, the engine may never have scheduled a sequence, or it may be busy. But it
     handles messages in order. Once it answers a query, it has handled the abort that was sent
-    before, and has reported what it had scheduled.
+    before. It has also reported which of the sequences it had scheduled.
 
     Args:
         sequences: the sequences.
         workers: a query that every worker answers.
     """
-    left = await _unreleased_after(_ABORT_GRACE, sequences)
-    if not all(sequence.installed for sequence in left):
+    waiting = await _unreleased_after(_ABORT_GRACE, sequences)
+    if not all(sequence.installed for sequence in waiting):
         with contextlib.suppress(EngineLost):
             await workers.fresh()
-        left = await _unreleased_after(_REPORT_GRACE, left)
-        left = [sequence for sequence in left if sequence.installed]
-    for sequence in await _unreleased_after(RELEASE_GRACE, left):
+        waiting = await _unreleased_after(_REPORT_GRACE, waiting)
+        waiting = [sequence for sequence in waiting if sequence.installed]
+    for sequence in await _unreleased_after(RELEASE_GRACE, waiting):
         _LOG.error("the engine never released %s", sequence.plan_id)
 
 
 async def _unreleased_after(
     seconds: float, sequences: Sequence[EngineSequence]
 ) -> list[EngineSequence]:
-    """Waits until all sequences are released, at most so long. Returns those that are not."""
+    """Waits at most `seconds` until all sequences are released. Returns the unreleased ones."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             for sequence in sequences:

@@ -1,12 +1,13 @@
-"""The requests of a sweep's cells. Cells of neighbouring columns share a plan's tables.
+"""Makes the requests of a sweep's cells. Cells of neighbouring columns share a request.
 
 Why they share
     The cells of a row differ only in the positions at which rows are replaced. If each cell had a
     plan of its own, the plan would be packed here, and parsed and built by every worker. This took
-    most of a cell's time on the host. Instead, a plan has the acts of several columns, and a
-    window that limits them to the positions of one column; see `rheostat_engine.Window`.
+    most of a cell's time on the host. Instead, a plan has the acts of several columns, and each
+    column is a sample of the request. A window limits the acts of a sample to the positions of its
+    column; see `rheostat_engine.Window`.
 
-Invariant: a cell's request replaces exactly the rows of the cell, whether it shares a plan or not.
+Invariant: a cell's sample replaces exactly the rows of the cell, whether it shares a plan or not.
 """
 
 import asyncio
@@ -40,8 +41,8 @@ _PART = 4
 """The shared plans of all prompts take at most 1 / `_PART` of the engine's capacity for rows."""
 
 
-class _Name(NamedTuple):
-    """The cells that share a plan."""
+class _BlockKey(NamedTuple):
+    """Identifies cells that may share a plan: a block of the grid, in one prompt of a pair."""
 
     row: int
     first_column: int
@@ -55,15 +56,15 @@ class CellGroup(NamedTuple):
     request: AdmittedRequest
     cells: list[int]
     windows: list[Window]
-    """For each cell, the window with which the plan runs. Empty: it runs as it is, for one cell."""
+    """The window of each cell's sample. Empty: there is one cell, which uses the plan unchanged."""
 
 
 class _Shared(NamedTuple):
-    """A request with the acts of several columns."""
+    """A request that the cells of several columns share. Its plan has the acts of all of them."""
 
     request: AdmittedRequest
     windows: dict[int, Window]
-    """By column, the window with its rows."""
+    """By column, the window that selects its acts."""
 
 
 class CellRequests:
@@ -76,7 +77,7 @@ class CellRequests:
         sources: Sequence[Sequence[Source]],
         manager: RequestManager,
     ) -> None:
-        """Makes none.
+        """No request is made yet.
 
         Args:
             settings: the sweep's settings.
@@ -95,34 +96,36 @@ class CellRequests:
         """The most rows, at all sites, of the columns that share a plan."""
         self._columns = min(_COLUMNS, self._rows)
         """The most columns that share a plan. Below 2, each cell has a plan of its own."""
-        self._shared: OrderedDict[_Name, _Shared | None] = OrderedDict()
+        self._shared: OrderedDict[_BlockKey, _Shared | None] = OrderedDict()
         """Least recently used first. None: these cells cannot share a plan."""
         self._kept = 2 * prompts
         """The most entries of `_shared`."""
         self._turn = asyncio.Lock()
-        """Held while a shared plan is made, because all its cells ask for it at once."""
+        """Held while a shared request is made, because all its cells may ask for it at once."""
 
     @property
     def most_together(self) -> int:
-        """The most cells that one request may have as its samples."""
+        """The most cells that one request measures, which is the number of columns of a block."""
         return max(1, self._columns)
 
     def block(self, cell: int) -> tuple[int, int]:
-        """A name of the cells that may share a request."""
+        """Identifies the block of a cell. Only cells of the same block may share a request."""
         row, column = self._settings.grid.place(cell)
         return row, column // self.most_together
 
     async def groups(
         self, cells: Sequence[int], pair: int, noise: int
     ) -> tuple[list[CellGroup], dict[int, RheostatError]]:
-        """The requests of cells in a prompt of a pair: few, if the cells are of one block.
+        """Makes the requests that measure cells in a prompt of a pair.
+
+        Cells of one block need few requests, and usually only one.
 
         Returns:
-            The groups of cells that a request measures, and the errors of cells whose rows cannot
-            be had.
+            A group for each request, and the errors of the cells whose rows are missing or unfit.
 
         Raises:
-            EngineLost, Draining: the sweep cannot go on.
+            EngineLost: the engine is gone.
+            Draining: the server is ending.
         """
         groups: dict[int, CellGroup] = {}
         errors: dict[int, RheostatError] = {}
@@ -143,31 +146,31 @@ class CellRequests:
     async def _request(
         self, cell: int, pair: int, noise: int
     ) -> tuple[AdmittedRequest, Window | None]:
-        """The request of a cell in a prompt of a pair, and the window with which its plan runs.
+        """The request of a cell in a prompt of a pair, and the window of the cell's sample.
 
-        Cells that share a plan get the same request. None: the plan runs as it is.
+        Cells that share a plan get the same request. None: the cell uses the plan unchanged.
         """
         row, column = self._settings.grid.place(cell)
         if self._columns > 1:
-            name = _Name(row, column - column % self._columns, pair, noise)
-            shared = await self._shared_request(name)
+            key = _BlockKey(row, column - column % self._columns, pair, noise)
+            shared = await self._shared_request(key)
             if shared is not None and column in shared.windows:
                 return shared.request, shared.windows[column]
         return await self._unshared_request(row, column, pair, noise), None
 
-    async def _shared_request(self, name: _Name) -> _Shared | None:
+    async def _shared_request(self, key: _BlockKey) -> _Shared | None:
         """The request that some cells share; None if they cannot share one."""
-        if name not in self._shared:
+        if key not in self._shared:
             async with self._turn:
-                if name not in self._shared:
-                    self._shared[name] = await self._make_shared(name)
+                if key not in self._shared:
+                    self._shared[key] = await self._make_shared(key)
                     if len(self._shared) > self._kept:
                         self._shared.popitem(last=False)
-        self._shared.move_to_end(name)
-        return self._shared[name]
+        self._shared.move_to_end(key)
+        return self._shared[key]
 
-    async def _make_shared(self, name: _Name) -> _Shared | None:
-        row, first, pair, noise = name
+    async def _make_shared(self, key: _BlockKey) -> _Shared | None:
+        row, first, pair, noise = key
         base = self._pairs[pair].bases[noise].unobserved
         if not _may_have_window(base):
             return None
@@ -195,7 +198,7 @@ class CellRequests:
         try:
             request = await self._make_request(pair, noise, replaced, window)
             self._check_ever_fits(request)
-        except (InvalidValue, BankFull):  # with the steering they need too much
+        except (InvalidValue, BankFull):  # with the steering, the columns need too much
             return None
         return _Shared(request, windows)
 
@@ -214,7 +217,7 @@ class CellRequests:
         positions = self._pairs[pair].positions(column).base
         window = Window(positions[0], positions[-1] + 1, len(base.acts))
         request = await self._make_request(pair, noise, replaced, window)
-        if base.acts:  # with a window, they may need more slots: those outside of it
+        if base.acts:  # with a window, positions outside of it may need slots of their own
             try:
                 self._check_ever_fits(request)
             except BankFull:

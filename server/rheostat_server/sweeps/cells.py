@@ -1,6 +1,6 @@
-"""Cells of a sweep in one prompt: a request with rows replaced, which is asked for answers.
+"""Makes requests in which rows are replaced, and asks them the questions of a sweep.
 
-The rows that grades need are captured by the prompt's first question.
+Some grades need rows of the prompt. The first question of the prompt captures them.
 """
 
 from collections.abc import Sequence
@@ -87,19 +87,19 @@ def with_acts(
     vectors: Sequence[Vector],
     window: Window | None = None,
 ) -> AdmittedRequest:
-    """A request that does what `base` does, and then some more acts.
+    """Makes a request with the acts of `base`, followed by more acts.
 
-    It captures what `base` captures, for nobody else. The engine does not measure its acts, because
-    nobody reads these measurements. Its plan is packed, which may take long.
+    It has the captures of `base`, without those of observers. The engine does not measure its acts,
+    because nobody reads these measurements. Its plan is packed, which may take long.
 
     Args:
         base: the request.
         acts: the acts, which follow those of `base`.
         vectors: their vectors.
-        window: limits some of all these acts; None: none is limited.
+        window: limits some of these acts to its positions. None: no act is limited.
 
     Raises:
-        InvalidValue: no engine can run both together.
+        InvalidValue: no engine can run all these acts together.
     """
     own = base.unobserved
     try:
@@ -146,13 +146,13 @@ async def ask(
         question: the token, and the tokens that follow the prompt before it.
         request_id: an id that no other request has.
         manager: runs the request.
-        windows: the windows of the plan with which the request is asked, each in a sample of its
-            own. Empty: it is asked once, with its plan.
-        readers: for each sample, readers of the rows of each of the request's captures. Empty: it
-            captures nothing, and observers attach to it like to a running request.
+        windows: windows of the request's plan, for a sample each. Empty: one sample uses the plan
+            unchanged.
+        readers: for each sample, a reader of rows for each of the request's captures. Empty: the
+            request captures nothing, and observers attach to it like to a running request.
 
     Returns:
-        The answer of each sample.
+        The answer of each sample, in the order of `windows`.
 
     Raises:
         RheostatError: the request cannot run, or has failed.
@@ -168,12 +168,12 @@ async def ask(
     asked = admitted.with_question(
         request_id, prompt, sampling, plan, captures=bool(readers), windows=windows
     )
-    deltas: dict[EngineSequence, Delta] = {}
+    deltas: dict[EngineSequence, Delta] = {}  # each sample has one
     async with manager.run_request(asked) as active:
         waiting = [*active.sequences]
         while waiting:
             sequence = waiting[-1]
-            captured = not readers or sequence.released.is_set()
+            captured = not readers or sequence.released.is_set()  # then all its rows are captured
             if sequence in deltas and sequence.in_force and captured:
                 waiting.pop()
                 continue
@@ -182,8 +182,8 @@ async def ask(
                 await _read_rows(active, readers)
             elif isinstance(item, ResponseItem) and isinstance(item.what, Delta):
                 deltas[item.sequence] = item.what
-                # If the plan's installation is reported later, the report wakes us. It mostly comes
-                # before, and need not.
+                # The report that the plan is installed may come after the delta. It usually comes
+                # before. `held_back` makes a later report end `active.next`.
                 item.sequence.held_back = True
                 if item.what.ending is Ending.ABORTED:
                     raise Draining("the server is ending; it did not run all cells")
@@ -199,7 +199,7 @@ async def ask(
 
 
 def _answer(delta: Delta, prompt_len: int) -> Asked:
-    """The answer of a sample, whose prompt has so many tokens."""
+    """Reads the answer from the delta of a sample. Its prompt has `prompt_len` tokens."""
     if len(delta.logprobs) != 1:
         raise Defect("the engine did not give the log-probability of an answer")
     (at,) = delta.logprobs
@@ -212,7 +212,7 @@ def _answer(delta: Delta, prompt_len: int) -> Asked:
 
 @lru_cache(64)
 def _sampling(token_id: int | None, logprobs: int, samples: int) -> SamplingSettings:
-    """Sampling of a question. All cells share it."""
+    """The sampling settings of a question. Requests with as many samples share them."""
     return SamplingSettings(
         samples=samples,
         max_tokens=1,
@@ -225,7 +225,7 @@ def _sampling(token_id: int | None, logprobs: int, samples: int) -> SamplingSett
 
 
 async def _read_rows(active: ActiveRequest, readers: Sequence[Sequence[RowReader]]) -> None:
-    """Hands the rows that have come to their readers.
+    """Passes the captured rows that have arrived to their readers.
 
     Raises:
         RowsLost: some are lost.
@@ -239,6 +239,7 @@ async def _read_rows(active: ActiveRequest, readers: Sequence[Sequence[RowReader
 
 
 def _hand_over(captured: CapturedRows, readers: Sequence[Sequence[RowReader]]) -> None:
+    """Passes rows to the reader of their sample and capture."""
     part = captured.to_message()
     _, count, width = part.tensor.shape
     rows = np.frombuffer(part.tensor.inline, dtype="<f4").reshape(count, width)

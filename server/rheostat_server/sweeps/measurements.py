@@ -1,6 +1,7 @@
-"""Asks the prompts of a sweep, unchanged or with the rows of a cell, and takes their numbers.
+"""Asks the prompts of a sweep, unchanged or with the rows of a cell, and computes their metrics.
 
-Invariant: a cell whose rows cannot be had raises an error. It is never asked without them.
+Invariant: if the rows of a cell are missing, the result is an error. The cell is never asked
+without its rows.
 """
 
 import asyncio
@@ -30,11 +31,11 @@ from rheostat_wire.v1 import sweep_pb2
 
 
 class _Answered(NamedTuple):
-    """What a prompt says."""
+    """The answers to all questions of a prompt, and its captured rows."""
 
     readings: Readings
     readers: Mapping[int, RowReader]
-    """By the number of their grade, the readers of its rows."""
+    """By the number of a grade, the reader of the rows that the grade needs."""
 
     @property
     def last_row(self) -> FloatArray:
@@ -43,11 +44,11 @@ class _Answered(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What a cell gives in one prompt."""
+    """The result of a cell in one prompt."""
 
     metrics: Metrics
     top_token_id: int | None
-    """The most likely token behind the prompt, if it is known."""
+    """The most likely token after the prompt, if it is known."""
 
 
 class Measurements:
@@ -123,15 +124,16 @@ class Measurements:
             self._references[index] = answered.last_row
 
     async def unchanged(self, prompt: AdmittedRequest, number: int) -> Metrics:
-        """[grades]: the numbers of an unchanged prompt of a pair.
+        """[grades]: the metrics of an unchanged prompt of a pair.
 
         Raises:
-            RheostatError: it cannot run, or has no finite number. The error names the pair.
+            NonFinite: a metric is not finite. The error names the pair.
+            RheostatError: the prompt cannot run.
         """
         pair = self._pairs[number]
         try:
             (answered,) = await self._answered(prompt, pair)
-            return await self._numbers(answered, number)
+            return await self._metrics(answered, number)
         except NonFinite as error:
             error.field = pair.path
             raise
@@ -141,7 +143,7 @@ class Measurements:
         self._prefetch.expect(cell, pair, noise)
 
     async def first_rows_loaded(self) -> None:
-        """Returns once the workers have rows of the first cells. Some must be expected."""
+        """Returns once the first call that loads rows has ended. `expect` must be called before."""
         await self._prefetch.first_loaded()
 
     async def close(self) -> None:
@@ -149,61 +151,62 @@ class Measurements:
         await self._prefetch.close()
 
     def most_together(self) -> int:
-        """The most cells that may begin together now, as one request."""
+        """The most cells that one request may measure if it begins now."""
         return self._starter.most_together(self._requests.most_together)
 
     def block(self, cell: int) -> tuple[int, int]:
-        """A name of the cells that may begin together."""
+        """Identifies the block of a cell; see `CellRequests.block`."""
         return self._requests.block(cell)
 
     async def groups(
         self, cells: Sequence[int], pair: int, noise: int
     ) -> tuple[list[CellGroup], dict[int, RheostatError]]:
-        """As `CellRequests.groups`."""
+        """Groups cells by their request; see `CellRequests.groups`."""
         return await self._requests.groups(cells, pair, noise)
 
     async def cells(self, group: CellGroup, pair: int) -> list[Measured | NonFinite]:
-        """The numbers of cells in a prompt of a pair.
+        """Measures the cells of a group in a prompt of a pair.
 
         Returns:
-            For each cell its numbers, or the error if one of them is not finite.
+            The result of each cell, or the error if one of its metrics is not finite.
 
         Raises:
-            RheostatError: they cannot run.
+            RheostatError: the group's request cannot run.
         """
         answered = await self._answered(group.request, self._pairs[pair], tuple(group.windows))
-        if self._reading_grades:  # numbers of rows may be computed together
-            return await asyncio.gather(*(self._measured(one, pair) for one in answered))
-        return [await self._measured(one, pair) for one in answered]
+        if self._reading_grades:  # `Divergences` compares rows of several cells in one call
+            return await asyncio.gather(*(self._measured(cell, pair) for cell in answered))
+        return [await self._measured(cell, pair) for cell in answered]
 
     async def _measured(self, answered: _Answered, pair: int) -> Measured | NonFinite:
+        """The result of a cell, or the error if one of its metrics is not finite."""
         first = answered.readings[self._pairs[pair].answers.questions[0]]
         try:
-            return Measured(await self._numbers(answered, pair), first.top_token_id)
+            return Measured(await self._metrics(answered, pair), first.top_token_id)
         except NonFinite as error:
             return error
 
     async def _answered(
         self, prompt: AdmittedRequest, pair: Pair, windows: tuple[Window, ...] = ()
     ) -> list[_Answered]:
-        """Asks a prompt all questions of its pair, the first of which captures rows.
+        """Asks a prompt all questions of its pair. The first question captures rows.
 
-        With windows, it is asked in a sample for each of them; see `ask`.
+        Returns a result for each window, or one result if there are no windows; see `ask`.
         """
         samples = max(1, len(windows))
         readings: list[dict[Question, Reading]] = [{} for _ in range(samples)]
         readers = [self._row_readers() for _ in range(samples)] if self._reading_grades else []
         for number, question in enumerate(pair.answers.questions):
-            reading = [] if number else [tuple(one.values()) for one in readers]
+            capturing = [] if number else [tuple(by_grade.values()) for by_grade in readers]
             answers = await self._starter.run(
-                partial(ask, prompt, question, windows=windows, readers=reading), samples
+                partial(ask, prompt, question, windows=windows, readers=capturing), samples
             )
             for sample, asked in enumerate(answers):
                 self.computed += asked.computed
                 readings[sample][question] = asked.reading
         return [
-            _Answered(one, readers[sample] if readers else {})
-            for sample, one in enumerate(readings)
+            _Answered(by_question, readers[sample] if readers else {})
+            for sample, by_question in enumerate(readings)
         ]
 
     def _row_readers(self) -> dict[int, RowReader]:
@@ -214,11 +217,11 @@ class Measurements:
             if (reader := grade.row_reader()) is not None
         }
 
-    async def _numbers(self, answered: _Answered, pair: int) -> Metrics:
-        """[grades]: the numbers of a prompt that was asked.
+    async def _metrics(self, answered: _Answered, pair: int) -> Metrics:
+        """[grades]: the metrics of a prompt that was asked.
 
         Raises:
-            NonFinite: one is not finite.
+            NonFinite: a metric is not finite.
         """
         values: list[float] = []
         for number, grade in enumerate(self._settings.grades):

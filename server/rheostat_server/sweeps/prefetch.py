@@ -6,13 +6,14 @@ Why
     cells would miss the next step too. Meanwhile the engine would compute smaller batches, which
     take more time for each cell.
 The first cells
-    A sweep starts nothing before the first call has ended, because a step of a few prompts would
-    delay the call. On an H200, the first five steps of a sweep had 1, 7, 40, 40 and 160 prompts,
-    and took 140 ms.
+    A sweep starts no cell or baseline before the first call has ended, because a step of a few
+    prompts would delay the call. On an H200, the first five steps of a sweep had 1, 7, 40, 40 and
+    160 prompts, and took 140 ms.
 
-Invariants: if rows are not loaded in time, the cells that need them load them. If a source lacks
-rows, nothing fails here: the cells get the error. Rows of coming cells never take the place of a
-vector in use, or of rows that are needed sooner. Any other vector may take the place of such rows.
+Invariants: if rows are not loaded in time, the cells that need the rows load them. If a source
+lacks rows, nothing fails here: the cells get the error. Rows of coming cells never take the place
+of a vector in use, or of rows that are needed sooner. Any other vector may take the place of rows
+of coming cells.
 """
 
 import asyncio
@@ -31,10 +32,11 @@ from rheostat_server.sweeps.sources import Source
 from rheostat_server.vectors.store import Vector
 
 _FIRST_VECTORS = 64
-"""The most vectors of the first call. It takes half a millisecond to make one."""
+"""The most vectors of the first call. The sweep waits for it, and making a vector takes half a
+millisecond."""
 
 _MADE_TOGETHER = 16
-"""The most vectors that are made in one visit of a thread."""
+"""The most vectors of a source that one call of a thread makes."""
 
 
 class Prefetch:
@@ -57,8 +59,8 @@ class Prefetch:
         """
         self._grid = settings.grid
         self.site_count = _sites_at_once(settings, sum(len(pair.bases) for pair in pairs))
-        """The most sites at one time of cells that start or are expected, if a client has no cell.
-        """
+        """The most sites that the starting and the expected cells have at one time. It assumes that
+        the client has no cell."""
         self._sources = sources
         self._worker_vectors = worker_vectors
         self._owner = object()
@@ -89,7 +91,7 @@ class Prefetch:
             self._task = asyncio.create_task(self._load())
 
     async def first_loaded(self) -> None:
-        """Returns once the first call to the workers has ended. Rows must be expected."""
+        """Returns once the first call to the workers has ended. Needs an earlier `expect`."""
         await self._first_ended.wait()
 
     async def close(self) -> None:
@@ -103,6 +105,7 @@ class Prefetch:
         self._worker_vectors.store.release_ahead(self._owner)
 
     async def _load(self) -> None:
+        """Loads waiting rows until none waits."""
         try:
             while self._waiting:
                 vectors = await self._take()
@@ -110,12 +113,12 @@ class Prefetch:
                     await self._worker_vectors.load_ahead(vectors, self._owner)
                 self._first_ended.set()
         finally:
-            self._first_ended.set()  # nobody waits for rows that are not loaded
+            self._first_ended.set()  # so `first_loaded` returns even if this task fails
 
     async def _take(self) -> list[Vector]:
-        """Takes as many waiting vectors as one call to the workers loads, or one larger vector.
+        """Takes waiting vectors for one call to the workers: at most `CALL_BYTES`, or one vector.
 
-        Vectors of other requests wait until the call has ended.
+        The size is limited because vectors of other requests wait until the call has ended.
         """
         vectors: list[Vector] = []
         size = 0
@@ -135,7 +138,7 @@ class Prefetch:
         return vectors
 
     async def _make_next(self) -> None:
-        """Makes the next vectors that wait, those of a source together."""
+        """Makes the next waiting vectors, with one call for each source."""
         by_source: dict[Source, list[Site]] = {}
         for source, site in islice(self._waiting, _MADE_TOGETHER):
             by_source.setdefault(source, []).append(site)

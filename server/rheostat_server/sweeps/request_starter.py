@@ -1,4 +1,4 @@
-"""Starts the requests of a sweep: no more than the engine has room for, others first."""
+"""Starts the requests of a sweep when the engine has room for them, after requests of others."""
 
 import asyncio
 import uuid
@@ -10,7 +10,7 @@ from rheostat_server.requests.manager import RequestManager
 from rheostat_server.tasks.turns import Turns
 
 _TURN = 0.002
-"""Seconds after which a cell in the background looks again whether requests wait."""
+"""Seconds after which a request in the background looks again whether requests wait."""
 
 _STALE = 1.0
 """Seconds after which a report of vLLM's queue is no longer believed; see `_until_nobody_waits`."""
@@ -19,18 +19,18 @@ _LONGEST_WAIT = 5.0
 """Seconds after which a request in the background no longer waits for others."""
 
 _LONGEST_STEP = 0.1
-"""Seconds after which a cell in the background no longer waits for the end of a step."""
+"""Seconds after which a request in the background no longer waits for the end of a step."""
 
 _LATER = 0.05
-"""Seconds after which a cell that the engine has no room for tries again."""
+"""Seconds after which a request that the engine has no room for tries again."""
 
 _STARTS = 4
 """Requests that start in one iteration of the event loop while other requests run. Each takes about
 a quarter of a millisecond, and tokens of others wait for the iteration."""
 
 STARTS_ALONE = 8
-"""The same while no other request runs. A request with several samples has an iteration of its own.
-"""
+"""Requests that start in one iteration while no other request runs. Of the requests with several
+samples, one starts in an iteration."""
 
 T = TypeVar("T")
 
@@ -61,14 +61,14 @@ class RequestStarter:
 
     @property
     def at_once(self) -> int:
-        """Calls of `run` that may begin in one iteration: one if other requests run.
+        """Prompts that may begin in one iteration of the event loop: one if other requests run.
 
-        A call may take milliseconds before it first waits, and tokens of others wait for it.
+        Starting a prompt may take milliseconds, and tokens of other requests wait for it.
         """
         return 1 if self._manager.foreground_requests else STARTS_ALONE
 
     def most_together(self, most: int) -> int:
-        """How many of at most `most` samples a request may have now: one if other requests run."""
+        """The most samples that a request may have now: `most`, or one if other requests run."""
         return 1 if self._manager.foreground_requests else most
 
     async def run(
@@ -81,7 +81,7 @@ class RequestStarter:
 
         Args:
             ask_as: the function, which runs the request.
-            samples: the request's samples.
+            samples: the number of the request's samples.
         """
         while True:
             await self._until_one_may_start()
@@ -130,7 +130,7 @@ class RequestStarter:
     async def _until_a_step_has_passed(self) -> None:
         """Returns after a step of the engine, if it generates for others.
 
-        So the cells of a sweep arrive in different steps, and none of these becomes much longer.
+        So the requests of a sweep arrive in different steps, and no step becomes much longer.
         The engine then starts them together; see `rheostat_engine.adapters.background`.
         """
         manager, now = self._manager, asyncio.get_running_loop().time

@@ -39,7 +39,7 @@ Put = Callable[[sweep_service_pb2.SweepResponse], Coroutine[None, None, None]]
 
 @dataclass
 class _Cell:
-    """A cell that runs: its values so far."""
+    """The values so far of a cell that runs."""
 
     waiting: int
     """Prompts that have not answered yet."""
@@ -51,10 +51,10 @@ class _Cell:
 
 
 class _Work(NamedTuple):
-    """A prompt in which cells are run, or a baseline."""
+    """Cells to run in one prompt, or a baseline: an unchanged prompt."""
 
     cells: tuple[int, ...]
-    """The cells, which may share a request; empty for an unchanged prompt."""
+    """The cells, which are of one block and may share a request. Empty for a baseline."""
     pair: int
     noise: int
     late: bool = False
@@ -62,11 +62,14 @@ class _Work(NamedTuple):
 
     @property
     def prompts(self) -> int:
-        """Number of prompts that the engine runs."""
+        """Number of prompts that the engine runs: one for each cell, or the baseline's."""
         return len(self.cells) or 1
 
     def parts(self, most: Callable[[], int]) -> "Iterator[_Work]":
-        """Yields it in parts of at most `most()` cells, which is called before each."""
+        """Splits the cells into parts of at most `most()` cells.
+
+        `most` is called before each part, because its result may change while parts run.
+        """
         cells = self.cells
         while len(cells) > (count := most()):
             yield self._replace(cells=cells[:count])
@@ -75,23 +78,23 @@ class _Work(NamedTuple):
 
 
 class _Places:
-    """Limits how many prompts run at the same time."""
+    """Limits how many prompts run at the same time, like a semaphore with counts."""
 
     def __init__(self, count: int) -> None:
-        """All places are free."""
+        """All `count` places are free."""
         self._free = count
         self._freed: asyncio.Future[None] | None = None
         """Set while `take` waits."""
 
     async def take(self, count: int) -> None:
-        """Takes places; waits until there are enough. One caller may wait."""
+        """Takes `count` places, and waits until so many are free. Only one caller may wait."""
         while self._free < count:
             self._freed = asyncio.get_running_loop().create_future()
             await self._freed
         self._free -= count
 
     def free(self, count: int) -> None:
-        """Frees places."""
+        """Frees `count` places."""
         self._free += count
         if self._freed is not None and not self._freed.done():
             self._freed.set_result(None)
@@ -108,10 +111,10 @@ class _Progress:
     waiting_baselines: int
     """First baselines that have not answered yet."""
     early: list[tuple[int, Values]] = field(default_factory=list)
-    """Pairs and values of late baselines that answered while first ones had not."""
+    """Pairs and values of the late baselines that answered before all first baselines had."""
     cells: dict[int, _Cell] = field(default_factory=dict)
     held_back: list[int] = field(default_factory=list)
-    """Cells that are complete, while the first baselines are not."""
+    """Complete cells that wait for the first baselines, by which they are graded."""
 
 
 class RunningSweep:
@@ -227,9 +230,9 @@ class RunningSweep:
             self._progress.other[index].append(np.array(metrics))
 
     def _first_baselines(self) -> list[_Work]:
-        """The unchanged prompts by which cells are graded: each noise's, the first's repeatedly.
+        """The baselines by which cells are graded: one for each noise, and repeats for the first.
 
-        The repeats differ by what batching alone does.
+        The repeats differ only because their batches differ.
         """
         first = self._settings.baselines - self._settings.late_baselines
         return [
@@ -258,7 +261,7 @@ class RunningSweep:
         count = len(blocks) * sum(self._base_counts)
         places, begun = _Places(self._settings.concurrency), 0
         expected = self._expected(self._work(blocks))
-        ahead = [*islice(expected, 1)]  # so the rows of the first cells are expected
+        ahead = [*islice(expected, 1)]  # this calls `expect` for the first cells
         if ahead:
             await self._measurements.first_rows_loaded()
         work = _alternating(first, _spread(late, chain(ahead, expected), count))
@@ -276,9 +279,10 @@ class RunningSweep:
             raise failed.exceptions[0] from None
 
     def _blocks(self, cells: Sequence[int]) -> list[tuple[int, ...]]:
-        """Splits cells into those that begin together: neighbours in a row of the grid.
+        """Splits cells into blocks that may begin together: neighbours in a row of the grid.
 
-        At least four blocks run at the same time, so that the engine always has some cells.
+        A block has at most a quarter of the cells that run at a time. So when one block ends, the
+        engine still has others.
         """
         most = max(1, self._settings.concurrency // 4)
         blocks = [tuple(group) for _, group in groupby(cells, self._measurements.block)]
@@ -287,6 +291,7 @@ class RunningSweep:
         ]
 
     def _work(self, blocks: Iterable[tuple[int, ...]]) -> Iterator[_Work]:
+        """Yields each block of cells in every prompt of every pair."""
         waiting, zeros = sum(self._base_counts), [0.0] * len(self._settings.grades)
         for cells in blocks:
             for cell in cells:
@@ -296,9 +301,9 @@ class RunningSweep:
                     yield _Work(cells, index, noise)
 
     def _expected(self, work: Iterable[_Work]) -> Iterator[_Work]:
-        """Yields the prompts of cells. The rows of each are expected `concurrency` prompts earlier.
+        """Yields the work of cells, and expects the rows of each piece `concurrency` prompts ahead.
 
-        That many, because all of these prompts may start in one step of the engine.
+        It is so far ahead because these prompts may all start in one step of the engine.
         """
         coming: deque[_Work] = deque()
         ahead = 0
@@ -312,13 +317,14 @@ class RunningSweep:
         yield from coming
 
     async def _do(self, work: _Work, put: Put, places: _Places, tasks: asyncio.TaskGroup) -> None:
-        """Runs prompts, puts cells that are complete, and frees the places of the prompts."""
+        """Runs a piece of work, puts the cells that it completes, and frees its places."""
         if not work.cells:
             prompt = self._pairs[work.pair].bases[work.noise]
             metrics = await self._measurements.unchanged(prompt, work.pair)
             await self._take_baseline(work, np.array(metrics), put)
             places.free(1)
             return
+        # A cell that has failed in an earlier prompt is not run again.
         failed = [cell for cell in work.cells if self._progress.cells[cell].error is not None]
         cells = [cell for cell in work.cells if cell not in failed]
         groups, errors = await self._measurements.groups(cells, work.pair, work.noise)
@@ -326,13 +332,13 @@ class RunningSweep:
             tasks.create_task(self._measure(group, work, put, places))
         for cell, error in errors.items():
             self._fail([cell], work.pair, error)
-        await self._count([*failed, *errors], put)
+        await self._count_answers([*failed, *errors], put)
         places.free(len(failed) + len(errors))
         if groups:
             await self._measure(groups[0], work, put, places)
 
     async def _measure(self, group: CellGroup, work: _Work, put: Put, places: _Places) -> None:
-        """Runs some of the cells of `work`, and frees their places."""
+        """Runs the cells of a group, which is a part of `work`, and frees their places."""
         try:
             results = await self._measurements.cells(group, work.pair)
         except (EngineLost, Draining):
@@ -345,11 +351,11 @@ class RunningSweep:
                     self._fail([cell], work.pair, result)
                 else:
                     self._add(cell, work, result)
-        await self._count(group.cells, put)
+        await self._count_answers(group.cells, put)
         places.free(len(group.cells))
 
     def _add(self, cell: int, work: _Work, measured: Measured) -> None:
-        """Adds what a cell gives in a prompt."""
+        """Adds the result of a cell in a prompt to the cell's sums."""
         progress, bases = self._progress.cells[cell], self._base_counts[work.pair]
         progress.raw[work.pair] = [
             total + metric / bases
@@ -359,14 +365,14 @@ class RunningSweep:
             progress.top_token_id = measured.top_token_id or 0
 
     def _fail(self, cells: Iterable[int], pair: int, error: RheostatError) -> None:
-        """Makes an error in a prompt of a pair the result of cells."""
+        """Makes an error the result of cells. The error came from a prompt of a pair."""
         error.message = f"{self._pairs[pair].path}: {error.message}"
         drop_tracebacks(error)  # they refer to the cells
         for cell in cells:
             self._progress.cells[cell].error = error
 
-    async def _count(self, cells: Iterable[int], put: Put) -> None:
-        """Counts an answered prompt of each cell, and puts the cells that are complete."""
+    async def _count_answers(self, cells: Iterable[int], put: Put) -> None:
+        """Counts one more answered prompt for each cell, and puts the cells that are complete."""
         progress = self._progress
         for cell in cells:
             progress.cells[cell].waiting -= 1
@@ -378,7 +384,7 @@ class RunningSweep:
                 await self._finish(cell, put)
 
     async def _take_baseline(self, work: _Work, values: Values, put: Put) -> None:
-        """Adds the values of a baseline. After the last first one, puts the cells held back."""
+        """Adds the values of a baseline. Once all first baselines answered, puts waiting cells."""
         progress = self._progress
         if work.late:
             if progress.waiting_baselines:
@@ -437,7 +443,7 @@ class RunningSweep:
 
 
 def _alternating(first: Iterable[_Work], second: Iterable[_Work]) -> Iterator[_Work]:
-    """Takes turns between two kinds of work, then what is left of one."""
+    """Alternates between two kinds of work. Once one kind ends, yields the rest of the other."""
     ends = object()
     for first_work, other in zip_longest(first, second, fillvalue=ends):
         if isinstance(first_work, _Work):

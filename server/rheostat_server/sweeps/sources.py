@@ -96,7 +96,7 @@ class Source(Protocol):
         """
 
     async def make(self, sites: Sequence[Site]) -> None:
-        """Makes the vectors of sites together, so that `vector` has them. Leaves errors to it."""
+        """Makes the vectors of sites together, ahead of `vector`. Only `vector` raises errors."""
 
 
 class Zeros:
@@ -116,7 +116,7 @@ class Zeros:
         return self._vector
 
     async def make(self, sites: Sequence[Site]) -> None:
-        """It is made already."""
+        """Does nothing, because the vector exists already."""
 
 
 class RunRows:
@@ -184,7 +184,7 @@ class RunRows:
         return vector
 
     async def make(self, sites: Sequence[Site]) -> None:
-        """Makes the vectors of sites in one visit of a thread."""
+        """Makes the missing vectors of sites in one call of a thread."""
         async with self._turn:
             missing = [
                 (self._by_site[site.index], site)
@@ -200,7 +200,7 @@ class RunRows:
     def _make_some(self, wanted: Sequence[tuple[Run, Site]]) -> dict[int, Vector]:
         made: dict[int, Vector] = {}
         for stored, site in wanted:
-            with suppress(NonFinite):
+            with suppress(NonFinite):  # `vector` raises this error
                 made[site.index] = self._make(stored, site)
         return made
 
@@ -373,7 +373,7 @@ async def sources_of(
             with _naming(pair.path):
                 request = await _capturing(prompt, f"{name}-{noise}", wanted, grid, held, manager)
                 computed += await attempts(partial(_capture, request))
-            manager.check_not_lost()  # else the missing rows would be a defect
+            manager.check_not_lost()  # else `held.made` would call missing rows a defect
             runs = [held.made(capture.run.id) for capture in request.captures if capture.run]
         sources.append(RunRows(runs, wanted, model, kept=kept))
     return Captured(sources * len(pair.bases) if len(sources) == 1 else sources, computed)
