@@ -64,10 +64,17 @@ def receive_copies() -> None:
         params = request.sampling_params
         if params is None or not params.extra_args or _COPIES not in params.extra_args:
             return stock(core, request)
-        copies = params.extra_args.pop(_COPIES)
-        plan = params.extra_args[EXTRA_ARG] = read_plan(params.extra_args[EXTRA_ARG])
         assert isinstance(core, EngineCoreProc)  # only this class receives messages
-        for copied in _make_copies(request, plan, [RequestCopy(*fields) for fields in copies]):
+        copies = [RequestCopy(*fields) for fields in params.extra_args.pop(_COPIES)]
+        try:
+            plan = params.extra_args[EXTRA_ARG] = read_plan(params.extra_args[EXTRA_ARG])
+        except ValueError:  # vLLM reports only the first request
+            for fields in copies:
+                copied = copy(request)
+                copied.request_id = fields.request_id
+                core._handle_request_preproc_error(copied)
+            raise
+        for copied in _make_copies(request, plan, copies):
             _put(core, copied)
         return stock(core, request)
 

@@ -7,8 +7,8 @@ Why
     take more time for each cell.
 The first cells
     A sweep starts no cell or baseline before the first call has ended, because a step of a few
-    prompts would delay the call. On an H200, the first five steps of a sweep had 1, 7, 40, 40 and
-    160 prompts, and took 140 ms.
+    prompts would delay the call. Without this wait, on an H200, the first five steps of a sweep had
+    1, 7, 40, 40 and 160 prompts, and took 140 ms.
 
 Invariants: if rows are not loaded in time, the cells that need the rows load them. If a source
 lacks rows, nothing fails here: the cells get the error. Rows of coming cells never take the place

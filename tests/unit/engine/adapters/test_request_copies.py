@@ -127,6 +127,15 @@ def test_a_request_that_the_core_cannot_process_fails_alone(core: Core) -> None:
     assert core.failed == [UNLUCKY]
 
 
+def test_a_plan_that_cannot_be_read_fails_the_request_and_all_copies(core: Core) -> None:
+    damaged = request(0)
+    assert damaged.sampling_params is not None
+    damaged.sampling_params.extra_args = {EXTRA_ARG: b"no plan"}
+    with pytest.raises(ValueError, match="this is no plan"):  # vLLM then fails the first request
+        core.receive(sent(with_copies(damaged, copies(1, 2))))
+    assert core.failed == ["x1-1", "x2-2"]
+
+
 def test_a_core_makes_copies_once(core: Core) -> None:
     patched = EngineCore.preprocess_add_request
     receive_copies()
