@@ -111,7 +111,7 @@ class RequestTemplate:
             request = with_copies(request, sent_copies)
         try:
             await llm._add_request(request, None, None, 0, collectors[0])
-        except BaseException:  # otherwise vLLM's output processor would keep the copies
+        except Exception:  # otherwise vLLM's output processor would keep the copies
             copy_ids = [sent.request_id for sent in sent_copies]
             llm.output_processor.abort_requests(copy_ids, internal=True)
             raise

@@ -127,11 +127,8 @@ class AdmittedRequest:
         )
 
     @property
-    def in_foreground(self) -> bool:
-        """Whether a client may wait for its tokens.
-
-        The prompts of sweeps and derivations are not in the foreground, whatever their priority.
-        """
+    def of_client(self) -> bool:
+        """Whether a client may wait for its tokens: it is no prompt of a sweep or a derivation."""
         return not (self.background or self.unwatched)
 
     @property

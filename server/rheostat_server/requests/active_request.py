@@ -214,8 +214,7 @@ class ActiveRequest:
         """Starts the samples. Their KV blocks are cached under `epoch`; see `Plan.epoch`.
 
         The engine has the first samples when this returns; a task adds the others. If a task added
-        all of them, the engine would get the first request of a burst after the last is admitted,
-        because the tasks of the burst run before the tasks that they create.
+        all, the engine would get the first request of a burst after the last is admitted.
         """
         if self._may_start(self.sequences, epoch):
             paced = max(1, _ITERATION_WORK // (self.admitted.prompt_len + _START_WORK))
@@ -477,22 +476,23 @@ class ActiveRequest:
             await self._add(backend, sequences[first : first + at_once])
 
     async def _add(self, backend: Backend, sequences: Sequence[EngineSequence]) -> None:
-        """Adds samples to the engine."""
-        await self.holds.none()
-        adding = [] if self._closed else [one for one in sequences if not one.ended]
-        starts = [
-            Start(one.job, partial(self._receive, one), partial(self._fail_sample, one))
-            for one in adding
-        ]
-        try:
-            await backend.add_requests(starts)
-        except Exception as error:  # any error must fail the request, also in a task
-            self._fail_sample(adding[0], error)
-        else:
-            if adding and (self._closed or self.aborted):
-                self._abort(adding)  # the engine may have got the first abort too early
-            for sequence in adding:
-                self.holds.hold_late(sequence)
+        """Adds samples to the engine: together if they have windows, else one by one."""
+        for group in [sequences] if self.admitted.windows else [[one] for one in sequences]:
+            await self.holds.none()
+            adding = [] if self._closed else [one for one in group if not one.ended]
+            starts = [
+                Start(one.job, partial(self._receive, one), partial(self._fail_sample, one))
+                for one in adding
+            ]
+            try:
+                await backend.add_requests(starts)
+            except Exception as error:  # any error must fail the request, also in a task
+                self._fail_sample(adding[0], error)
+            else:
+                if adding and (self._closed or self.aborted):
+                    self._abort(adding)  # the engine may have got the first abort too early
+                for sequence in adding:
+                    self.holds.hold_late(sequence)
 
     def _abort(self, sequences: Sequence[EngineSequence]) -> None:
         """Makes the engine abort samples.

@@ -178,7 +178,7 @@ class RequestManager:
         self._pace = Pace()
         self._wake_turns = Turns(_WAKE_TURNS)
         self._row_turns = Turns(_ROWS_TURNS, after=self._wake_turns)
-        self._foreground = 0
+        self._foreground = self._clients = 0
         """Number of active requests that are not in the background."""
         self._samples = 0
         """Number of samples of all requests and their baselines."""
@@ -236,8 +236,13 @@ class RequestManager:
 
     @property
     def foreground_requests(self) -> int:
-        """Number of open requests for whose tokens a client may wait."""
+        """Number of open requests that are not in the background."""
         return self._foreground
+
+    @property
+    def client_requests(self) -> int:
+        """Number of open requests for whose tokens a client may wait."""
+        return self._clients
 
     def _check_watch_fits(self, plan: Plan) -> None:
         prompt_len = typical_context(self.info).prompt_len
@@ -281,7 +286,8 @@ class RequestManager:
             active.control = SteeringControl(active, self)
         self._active_requests[admitted.request_id] = active
         self._empty.clear()
-        self._foreground += admitted.in_foreground
+        self._foreground += not admitted.background
+        self._clients += admitted.of_client
         self._count(active, len(active.sequences))
         try:
             await self._prepare(active)
@@ -547,7 +553,8 @@ class RequestManager:
         active.share.close()
         active.control = None  # it refers to the request, whose memory must be freed at once
         del self._active_requests[active.admitted.request_id]
-        self._foreground -= active.admitted.in_foreground
+        self._foreground -= not active.admitted.background
+        self._clients -= active.admitted.of_client
         self._count(active, -len(active.sequences))
         if not self._active_requests:
             self.worker_stats.expire()  # older counts include this request

@@ -15,9 +15,9 @@ from rheostat_engine import Window
 from rheostat_server.admission.admitted_request import AdmittedRequest
 from rheostat_server.errors import NonFinite, RheostatError
 from rheostat_server.requests.manager import RequestManager
-from rheostat_server.sweeps.answers import Question, Reading, Readings
+from rheostat_server.sweeps.answers import Question, Reading
 from rheostat_server.sweeps.cell_requests import CellGroup, CellRequests
-from rheostat_server.sweeps.cells import ask
+from rheostat_server.sweeps.cells import Asked, ask
 from rheostat_server.sweeps.divergence import Divergences
 from rheostat_server.sweeps.grades import LastRow, PooledReading, RowReader
 from rheostat_server.sweeps.pairs import Pair
@@ -29,11 +29,14 @@ from rheostat_server.sweeps.sources import HeldRuns, Source, sources_of
 from rheostat_wire.dtypes import FloatArray
 from rheostat_wire.v1 import sweep_pb2
 
+_PART = 4
+"""The captured rows of a request's samples take at most 1 / `_PART` of the engine's ring."""
+
 
 class _Answered(NamedTuple):
     """The answers to all questions of a prompt, and its captured rows."""
 
-    readings: Readings
+    readings: dict[Question, Reading]
     readers: Mapping[int, RowReader]
     """By the number of a grade, the reader of the rows that the grade needs."""
 
@@ -87,6 +90,8 @@ class Measurements:
             if grade.row_reader() is not None
         ]
         """The grades that need captured rows, each with its number."""
+        self._most_together = min(self._requests.most_together, _most_capturing(pairs, manager))
+        """The most cells that may share a request while no other request runs."""
         self._unique = uuid.uuid4().hex[:12]
         self.computed = 0
         """Prompt tokens that were computed so far, rather than read from the prefix cache."""
@@ -152,7 +157,7 @@ class Measurements:
 
     def most_together(self) -> int:
         """The most cells that one request may measure if it begins now."""
-        return self._starter.most_together(self._requests.most_together)
+        return self._starter.most_together(self._most_together)
 
     def block(self, cell: int) -> tuple[int, int]:
         """Identifies the block of a cell; see `CellRequests.block`."""
@@ -194,20 +199,39 @@ class Measurements:
         Returns a result for each window, or one result if there are no windows; see `ask`.
         """
         samples = max(1, len(windows))
-        readings: list[dict[Question, Reading]] = [{} for _ in range(samples)]
-        readers = [self._row_readers() for _ in range(samples)] if self._reading_grades else []
-        for number, question in enumerate(pair.answers.questions):
-            capturing = [] if number else [tuple(by_grade.values()) for by_grade in readers]
-            answers = await self._starter.run(
-                partial(ask, prompt, question, windows=windows, readers=capturing), samples
-            )
-            for sample, asked in enumerate(answers):
-                self.computed += asked.computed
-                readings[sample][question] = asked.reading
-        return [
-            _Answered(by_question, readers[sample] if readers else {})
-            for sample, by_question in enumerate(readings)
+        first, *others = pair.answers.questions
+        answers, readers = await self._starter.run(
+            partial(self._ask_and_read, prompt, first, windows), samples
+        )
+        answered = [
+            _Answered({first: asked.reading}, by_grade)
+            for asked, by_grade in zip(answers, readers, strict=True)
         ]
+        self.computed += sum(asked.computed for asked in answers)
+        for question in others:
+            answers = await self._starter.run(
+                partial(ask, prompt, question, windows=windows), samples
+            )
+            self.computed += sum(asked.computed for asked in answers)
+            for own, asked in zip(answered, answers, strict=True):
+                own.readings[question] = asked.reading
+        return answered
+
+    async def _ask_and_read(
+        self,
+        prompt: AdmittedRequest,
+        question: Question,
+        windows: tuple[Window, ...],
+        request_id: str,
+        manager: RequestManager,
+    ) -> tuple[list[Asked], list[dict[int, RowReader]]]:
+        """Asks a question, and reads the rows that grades need.
+
+        The readers are new in each attempt, because an attempt that fails may have read some rows.
+        """
+        readers = [self._row_readers() for _ in range(max(1, len(windows)))]
+        reading = [tuple(by_grade.values()) for by_grade in readers] if self._reading_grades else []
+        return await ask(prompt, question, request_id, manager, windows, reading), readers
 
     def _row_readers(self) -> dict[int, RowReader]:
         """New readers of the rows of a prompt, for each grade that needs rows."""
@@ -243,3 +267,19 @@ class Measurements:
                 )
             values.append(value)
         return values
+
+
+def _most_capturing(pairs: Sequence[Pair], manager: RequestManager) -> int:
+    """The most samples of a request whose captured rows take at most a part of the engine's ring.
+
+    With more, the engine may have too little capacity for a request even if it is empty.
+    """
+    step_tokens = manager.info.step_tokens
+    needed = max(
+        base.unobserved.packed_captures.need(
+            prompt_len=base.prompt_len, max_step_tokens=step_tokens
+        ).rows
+        for pair in pairs
+        for base in pair.bases
+    )
+    return max(1, manager.sites.capacity.capture_rows // (_PART * max(1, needed)))

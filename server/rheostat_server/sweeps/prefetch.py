@@ -121,12 +121,13 @@ class Prefetch:
         The size is limited because vectors of other requests wait until the call has ended.
         """
         vectors: list[Vector] = []
-        size = 0
+        size = taken = 0
         while self._waiting:
             if len(vectors) >= _FIRST_VECTORS and not self._first_ended.is_set():
                 break
-            if len(vectors) % _MADE_TOGETHER == 0:
+            if taken % _MADE_TOGETHER == 0:
                 await self._make_next()
+            taken += 1
             source, site = self._waiting[0]
             with suppress(RheostatError):
                 vector = await source.vector(site)

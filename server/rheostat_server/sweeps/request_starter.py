@@ -65,11 +65,11 @@ class RequestStarter:
 
         Starting a prompt may take milliseconds, and tokens of other requests wait for it.
         """
-        return 1 if self._manager.foreground_requests else STARTS_ALONE
+        return 1 if self._manager.client_requests else STARTS_ALONE
 
     def most_together(self, most: int) -> int:
         """The most samples that a request may have now: `most`, or one if other requests run."""
-        return 1 if self._manager.foreground_requests else most
+        return 1 if self._manager.client_requests else most
 
     async def run(
         self, ask_as: Callable[[str, RequestManager], Coroutine[None, None, T]], samples: int = 1
@@ -85,7 +85,7 @@ class RequestStarter:
         """
         while True:
             await self._until_one_may_start()
-            if self._manager.foreground_requests:
+            if self._manager.client_requests:
                 turns = self._beside_others
             else:
                 turns = self._alone if samples == 1 else self._of_many_samples

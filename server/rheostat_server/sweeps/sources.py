@@ -190,7 +190,7 @@ class RunRows:
                 (self._by_site[site.index], site)
                 for site in sites
                 if site.index in self._by_site and site.index not in self._vectors
-            ]
+            ][: self._kept]
             size = sum(len(self._at) * run.width * run.dtype.itemsize for run, _ in missing)
             if size:
                 self._vectors.update(await offload(size, self._make_some, missing))

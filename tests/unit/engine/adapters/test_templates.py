@@ -1,5 +1,6 @@
 """A template makes the requests that vLLM would make, and adds them as vLLM does."""
 
+import asyncio
 import inspect
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,28 @@ async def test_copies_of_a_request_that_is_not_sent_are_forgotten(llm: Llm) -> N
             llm, "r0", [1, 2], None, {EXTRA_ARG: PLAN}, COPIES
         )
     assert not llm.output_processor.request_states
+
+
+async def test_copies_of_a_message_that_left_before_a_cancel_can_be_aborted(
+    llm: Llm, monkeypatch
+) -> None:
+    sent: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    add = llm._add_request
+
+    async def add_and_wait(*arguments: Any) -> None:
+        await add(*arguments)
+        await sent
+
+    monkeypatch.setattr(llm, "_add_request", add_and_wait)
+    template = request_template(params(), None, 1)
+    adding = asyncio.create_task(template.add(llm, "r0", [1, 2], None, {EXTRA_ARG: PLAN}, COPIES))
+    while not llm.added:
+        await asyncio.sleep(0)
+    sent.set_result(None)
+    adding.cancel()
+    await asyncio.wait([adding])
+    assert adding.cancelled()
+    assert len(llm.output_processor.abort_requests(["r0", "r1", "r2"], internal=False)) == 3
 
 
 async def test_a_dead_engine_takes_no_request(llm: Llm) -> None:

@@ -403,6 +403,25 @@ async def test_all_samples_are_waited_for_at_once(starter, monkeypatch) -> None:
     assert running.manager.ledger.requests == 0
 
 
+class RefusesTheSecond(ScriptedBackend):
+    """Refuses the second sample of a request, after the first has ended."""
+
+    async def add_request(self, job, receive, fail) -> None:
+        if job.sample:
+            while self.tasks:
+                await asyncio.sleep(0)
+            raise ValueError("refused")
+        await super().add_request(job, receive, fail)
+
+
+async def test_a_sample_that_is_refused_once_others_have_ended_fails_the_request(starter) -> None:
+    running = await starter(RefusesTheSecond())
+    sampling = generation_pb2.Sampling(max_tokens=1, n=2, temperature=1.0)
+    refusal = await running.client.refusal(request(sampling=sampling))
+    assert refusal.brief[1] == "REASON_INTERNAL"
+    await settled(running)
+
+
 async def test_too_few_slots_are_called_what_they_are(starter) -> None:
     running = await starter(ScriptedBackend(sites=sites_with(slots=1)))
     many = request(steer=[add(where=selector(window(0, 1))), add(scale=2.0)])

@@ -199,7 +199,7 @@ async def test_cells_that_share_a_plan_are_samples_of_one_request(
     starter, monkeypatch, concurrency: int, others: int, samples: int
 ) -> None:
     """Beside requests of others, each cell starts alone, so that their tokens wait less."""
-    monkeypatch.setattr(RequestManager, "foreground_requests", property(lambda _: others))
+    monkeypatch.setattr(RequestManager, "client_requests", property(lambda _: others))
     _, jobs = await run(starter, order(max_concurrent_cells=concurrency))
     assert len(jobs) == LAYERS * len(CLEAN)
     requests = Counter(job.plan.request_id.partition("#")[0] for job in jobs)

@@ -59,7 +59,7 @@ async def test_no_more_than_so_many_cells_run_at_once(starter) -> None:
 async def test_few_cells_start_in_an_iteration_of_the_event_loop(
     running, monkeypatch, others: int
 ) -> None:
-    monkeypatch.setattr(RequestManager, "foreground_requests", property(lambda _: others))
+    monkeypatch.setattr(RequestManager, "client_requests", property(lambda _: others))
     starts = request_starter.RequestStarter(running.manager, background=False)
     begun: Counter[int] = Counter()
     iteration = 0
@@ -166,6 +166,7 @@ async def test_beside_streams_a_cell_starts_in_each_step_and_the_engine_may_hold
     reports = [QueueStats(running=1)]
     running = await starter(backend)
     monkeypatch.setattr(RequestManager, "foreground_requests", property(lambda _: 1000))
+    monkeypatch.setattr(RequestManager, "client_requests", property(lambda _: 1000))
     monkeypatch.setattr(PatchedBackend, "queue_stats", lambda _: reports[-1])
     monkeypatch.setattr(request_starter, "_LONGEST_STEP", 1000.0)
     request = order(where=selector(window(0, 2)), max_concurrent_cells=8)
