@@ -178,8 +178,10 @@ class RequestManager:
         self._pace = Pace()
         self._wake_turns = Turns(_WAKE_TURNS)
         self._row_turns = Turns(_ROWS_TURNS, after=self._wake_turns)
-        self._foreground = self._clients = 0
+        self._foreground = 0
         """Number of active requests that are not in the background."""
+        self._clients = 0
+        """Number of active requests for whose tokens a client may wait."""
         self._samples = 0
         """Number of samples of all requests and their baselines."""
         self._prompt_tokens = 0

@@ -76,7 +76,7 @@ class SweepRequest(_message.Message):
     priority: _sweep_pb2.SweepPriority.ValueType
     """How cells share the engine with requests. Default SWEEP_PRIORITY_BACKGROUND."""
     max_concurrent_cells: _builtins.int
-    """How many requests of cells run at once, 1 to Limits.running_requests. Default: 64, or that limit if it
+    """How many prompts of cells run at once, 1 to Limits.running_requests. Default: 64, or that limit if it
     is smaller.
     """
     pair_values: _builtins.bool
