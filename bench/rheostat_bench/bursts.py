@@ -49,7 +49,7 @@ from rheostat_bench.sidebyside import (
 )
 from rheostat_engine import Event, Installed, Released, Rows
 from rheostat_engine.channel.worker_channel import EventQueue
-from rheostat_server.engine.backend import Backend, Job
+from rheostat_server.engine.backend import Backend, Job, Start
 from rheostat_server.engine.vllm_backend import VllmBackend
 from rheostat_server.front_ends import call_starts, supervisor
 from rheostat_server.front_ends.call_starts import CallStarts
@@ -303,13 +303,13 @@ class Bench:
         self._clock = clock
         self._core = core
         self._llm = backend._llm
-        self._add_request = backend.add_request
-        setattr(backend, "add_request", self._add)  # noqa: B010  (mypy forbids the assignment)
+        self._add_requests = backend.add_requests
+        setattr(backend, "add_requests", self._add)  # noqa: B010  (mypy forbids the assignment)
 
-    async def _add(self, job: Job, receive: Any, fail: Any) -> None:
+    async def _add(self, starts: Sequence[Start]) -> None:
         with self._clock.stopped():
-            self._core.jobs[job.plan.request_id] = job
-        await self._add_request(job, receive, fail)
+            self._core.jobs.update({start.job.plan.request_id: start.job for start in starts})
+        await self._add_requests(starts)
 
     async def of_stock(self, wanted: Sequence[list[int]], tokens: int) -> Burst:
         """A burst of `AsyncLLM.generate`."""

@@ -23,6 +23,8 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import AsyncMPClient
 
+from rheostat_engine.adapters.request_batches import send_in_batches
+
 Engine = AsyncLLM
 
 _ASSIGN = "assign_request_id"
@@ -50,6 +52,7 @@ def add_requests_fast(llm: Engine) -> None:
         setattr(llm.input_processor, _ASSIGN, _Numbered())
     if isinstance(llm.engine_core, AsyncMPClient):
         send_small_messages_at_once(llm.engine_core)
+        send_in_batches(llm.engine_core)
 
 
 class _Numbered:

@@ -33,6 +33,7 @@ from rheostat_engine.adapters.holds import HeldRequests
 from rheostat_engine.adapters.message_queues import sleep_between_messages
 from rheostat_engine.adapters.parent_watch import end_with_parent, leave_group
 from rheostat_engine.adapters.partial_hits import Hit, PartialHits, copies_parts
+from rheostat_engine.adapters.request_batches import receive_batches
 from rheostat_engine.adapters.request_copies import receive_copies
 from rheostat_engine.adapters.request_plan import RequestPlan, request_plan, with_plan_key
 from rheostat_engine.adapters.step_messages import share_tables
@@ -51,6 +52,7 @@ def site_scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:  # v
     """Prepares this process, and creates vLLM's scheduler with our changes."""
     install_block_keys()
     receive_copies()
+    receive_batches()
     leave_group()
     skip_last_collection()
     end_with_parent(vllm_config)

@@ -1,16 +1,15 @@
 """Requests reach the engine's core in order, through vLLM's own client and sockets."""
 
+import asyncio
 import itertools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import zmq
-import zmq.asyncio
 from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
-from vllm.v1.engine.core_client import AsyncMPClient, BackgroundResources
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -18,66 +17,10 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from rheostat_engine import add_requests_fast
 from rheostat_engine.adapters.runner import server_request_id
 
+from .links import ENGINE, make_fast
 from .test_logprobs import asked
 
 RELIES = "rheostat_engine.adapters.core_messages relies on it"
-_ENGINE = b"\x00\x00"
-_WAIT_MS = 5000
-
-
-class Link:
-    """vLLM's client, and the socket of an engine's core, which may connect late."""
-
-    def __init__(self, folder: Any) -> None:
-        self.context = zmq.asyncio.Context()
-        self.address = f"ipc://{folder}/core"
-        client: Any = object.__new__(AsyncMPClient)
-        client.resources = BackgroundResources(ctx=self.context)
-        client.resources.output_queue_task = SimpleNamespace()
-        client.encoder = MsgpackEncoder()
-        client.client_index, client.core_engine = 0, _ENGINE
-        client.input_socket = self.context.socket(zmq.ROUTER)
-        client.input_socket.setsockopt(zmq.SNDHWM, 0)
-        client.input_socket.bind(self.address)
-        client._finalizer = lambda: None
-        self.client = client
-        self.core = zmq.Socket(zmq.Context.shadow(self.context), zmq.DEALER)
-        self.core.setsockopt(zmq.IDENTITY, _ENGINE)
-        self.core.setsockopt(zmq.RCVHWM, 0)
-
-    def connect(self) -> None:
-        """The core says that it is ready, as vLLM's does."""
-        self.core.connect(self.address)
-        self.core.send(b"ready")
-        ready = zmq.Socket.shadow(self.client.input_socket)
-        assert ready.poll(_WAIT_MS)
-        assert ready.recv_multipart() == [_ENGINE, b"ready"]
-
-    def received(self) -> list[Any]:
-        """The next message, but for its type."""
-        assert self.core.poll(_WAIT_MS), "the message was not sent"
-        kind, *parts = self.core.recv_multipart()
-        assert kind == b"\x00"
-        return parts
-
-
-@pytest.fixture
-async def stock(tmp_path) -> AsyncIterator[Link]:
-    link = Link(tmp_path)
-    link.connect()
-    yield link
-    link.core.close(linger=0)
-    link.context.destroy(linger=0)
-
-
-def make_fast(link: Link) -> None:
-    add_requests_fast(SimpleNamespace(engine_core=link.client, input_processor=SimpleNamespace()))
-
-
-@pytest.fixture
-def link(stock) -> Link:
-    make_fast(stock)
-    return stock
 
 
 def request(*prompt: int, extra: object = None) -> EngineCoreRequest:
@@ -87,6 +30,7 @@ def request(*prompt: int, extra: object = None) -> EngineCoreRequest:
 async def test_a_request_arrives_as_vllm_sends_it(link) -> None:
     one, stock = request(1, 2, 3), MsgpackEncoder().encode(request(1, 2, 3))
     await link.client.add_request_async(one)
+    await asyncio.sleep(0)  # it is sent in the next iteration
     parts = link.received()
     assert parts == list(stock), RELIES
     assert MsgpackDecoder(EngineCoreRequest).decode(parts).prompt_token_ids == [1, 2, 3]
@@ -98,6 +42,7 @@ async def test_no_future_is_made_for_a_small_message(link, monkeypatch) -> None:
 
     monkeypatch.setattr(link.client.input_socket, "_add_send_event", send)
     await link.client.add_request_async(request(1))
+    await asyncio.sleep(0)  # it is sent in the next iteration
     assert link.received()
 
 
@@ -105,6 +50,7 @@ async def test_messages_of_any_size_keep_their_order(link) -> None:
     for number in range(50):
         size = 100_000 if number % 3 == 1 else 3
         await link.client.add_request_async(request(number, *range(size)))
+        await asyncio.sleep(0)  # it is sent in the next iteration
     decoder = MsgpackDecoder(EngineCoreRequest)
     for number in range(50):
         assert decoder.decode(link.received()).prompt_token_ids[0] == number
@@ -128,10 +74,10 @@ async def test_no_message_overtakes_one_that_waits(stock, monkeypatch) -> None:
     monkeypatch.setattr(zmq.backend, "Socket", SimpleNamespace(send=send_unless_full))
     monkeypatch.setattr(socket._shadow_sock, "send_multipart", send_all)
     make_fast(stock)
-    first = stock.client._send_input_message((b"\x00", b"first"), _ENGINE)
+    first = stock.client._send_input_message((b"\x00", b"first"), ENGINE)
     assert len(socket._send_futures) == 1, RELIES
     full = False
-    await stock.client._send_input_message((b"\x00", b"second"), _ENGINE)
+    await stock.client._send_input_message((b"\x00", b"second"), ENGINE)
     await first
     assert [stock.received(), stock.received()] == [[b"first"], [b"second"]]
 
