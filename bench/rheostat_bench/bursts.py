@@ -148,6 +148,10 @@ class Core:
     async def add_request_async(self, request: Any) -> None:
         """Encodes and sends a request, as the real core does."""
         await self._real.add_request_async(request)
+        # Requests of an iteration of the event loop are sent in the next one, in one message.
+        asyncio.get_running_loop().call_soon(self._receive, request)
+
+    def _receive(self, request: Any) -> None:
         with self._clock.stopped():
             now = self._clock.now()
             job = self.jobs.pop(request.external_req_id or "", None)
