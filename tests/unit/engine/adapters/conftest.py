@@ -1,10 +1,13 @@
-"""Clients of an engine's core: vLLM's own, and as the server changes it."""
+"""Clients of an engine's core, and the settings of a scheduler."""
 
 from collections.abc import AsyncIterator
 
 import pytest
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
 
 from .links import Link, make_fast
+from .scripted_engine import BLOCK, MODEL
 
 
 @pytest.fixture
@@ -20,3 +23,18 @@ async def stock(tmp_path) -> AsyncIterator[Link]:
 def link(stock) -> Link:
     make_fast(stock)
     return stock
+
+
+@pytest.fixture(scope="module")
+def config() -> VllmConfig:
+    return EngineArgs(
+        model=str(MODEL),
+        max_model_len=1024,
+        max_num_seqs=128,
+        max_num_batched_tokens=2048,
+        async_scheduling=False,
+        block_size=BLOCK,
+        kv_cache_memory_bytes=1 << 24,
+        enable_prefix_caching=False,
+        enforce_eager=True,
+    ).create_engine_config()
