@@ -6,7 +6,8 @@ which forwards a call every `--call-us`. The clock is the CPU time of the main t
 of the model. So other processes of the machine hardly change the figures, and the work of front
 ends and clients is not in them.
 
-*AsyncLLM in process* is `AsyncLLM.generate` with the same engine core.
+*AsyncLLM in process* is `AsyncLLM.generate` with the same engine core, and with the server's way of
+sending messages to it.
 
     rheostat bench bursts --out results
 """
@@ -48,6 +49,7 @@ from rheostat_bench.sidebyside import (
     store_vectors,
 )
 from rheostat_engine import Event, Installed, Released, Rows
+from rheostat_engine.adapters import request_batches
 from rheostat_engine.channel.worker_channel import EventQueue
 from rheostat_server.engine.backend import Backend, Job, Start
 from rheostat_server.engine.vllm_backend import VllmBackend
@@ -135,6 +137,8 @@ class Core:
         self._step = step
         self._width = width
         self._outputs: asyncio.Queue[bytes] = asyncio.Queue()
+        self._unsent: list[Any] = []
+        """Requests that share the next message."""
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
         self._end: float | None = None
@@ -148,15 +152,22 @@ class Core:
     async def add_request_async(self, request: Any) -> None:
         """Encodes and sends a request, as the real core does."""
         await self._real.add_request_async(request)
-        # Requests of an iteration of the event loop are sent in the next one, in one message.
-        asyncio.get_running_loop().call_soon(self._receive, request)
+        with self._clock.stopped():
+            if not self._unsent:
+                asyncio.get_running_loop().call_soon(self._receive)
+            self._unsent.append(request)
+            if len(self._unsent) == request_batches._MOST:
+                self._receive()
 
-    def _receive(self, request: Any) -> None:
+    def _receive(self) -> None:
+        """Receives the requests of a message, when `request_batches` sends it."""
         with self._clock.stopped():
             now = self._clock.now()
-            job = self.jobs.pop(request.external_req_id or "", None)
-            self._waiting.append(_Sequence(request, job, now))
-            self.arrivals.append(now)
+            for request in self._unsent:
+                job = self.jobs.pop(request.external_req_id or "", None)
+                self._waiting.append(_Sequence(request, job, now))
+                self.arrivals.append(now)
+            self._unsent.clear()
 
     async def get_output_async(self) -> Any:
         """The outputs of the next step."""

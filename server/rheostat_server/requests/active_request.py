@@ -213,8 +213,8 @@ class ActiveRequest:
     async def start(self, backend: Backend, *, epoch: int) -> None:
         """Starts the samples. Their KV blocks are cached under `epoch`; see `Plan.epoch`.
 
-        The engine has the first samples when this returns; a task adds the others. If a task added
-        all, the engine would get the first request of a burst after the last is admitted.
+        When this returns, the first samples wait to be sent to the engine with those of other
+        requests of this iteration of the event loop. A task adds further samples.
         """
         if self._may_start(self.sequences, epoch):
             paced = max(1, _ITERATION_WORK // (self.admitted.prompt_len + _START_WORK))

@@ -51,7 +51,7 @@ from rheostat_engine.plan.gates import (
 )
 
 from ..strategies import DIGESTS, EVERYWHERE
-from .test_background import MODEL
+from .scripted_engine import MODEL
 
 BLOCK = 4
 WINDOW = 6

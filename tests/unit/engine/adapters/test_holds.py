@@ -21,7 +21,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from rheostat_engine.adapters.background import BackgroundPace, BackgroundQueue
 from rheostat_engine.adapters.holds import HeldRequests, send_holds
 
-from .test_background import BLOCK, MODEL
+from .scripted_engine import BLOCK, MODEL
 
 RELIES = "rheostat_engine.adapters.holds relies on it"
 

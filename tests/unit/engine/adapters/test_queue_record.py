@@ -16,7 +16,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from rheostat_engine.adapters import queue_record
 from rheostat_engine.adapters.queue_record import RECORDED, QueueRecord, read
 
-from .test_background import BLOCK, MODEL
+from .scripted_engine import BLOCK, MODEL
 
 STEP = 64
 """Tokens that a step may compute."""
