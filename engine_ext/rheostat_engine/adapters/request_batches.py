@@ -4,7 +4,7 @@ Why
     The core receives messages in a thread, beside the main thread, which launches steps. For each
     message the thread acquires the GIL several times, and both threads wait for each other. On an
     H200 with an 8B model, the launch of a prefill took about 30 ms, and 39 to 46 ms while requests
-    came in a message each. Now it takes 35 to 41 ms then.
+    came in a message each. In a prototype of this module it took 35 to 41 ms then.
 How
     A request waits until the next iteration of the event loop. The message of the last request of
     an iteration also carries the others, as vLLM encodes them. The core's thread puts all of them

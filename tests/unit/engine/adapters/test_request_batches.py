@@ -1,15 +1,12 @@
 """Requests that are added together share a message, and arrive as if each had come alone."""
 
 import asyncio
-import queue
-from typing import Any
 
 import pytest
 from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreRequest, EngineCoreRequestType
-from vllm.v1.engine.core import EngineCore, EngineCoreProc
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.v1.serial_utils import MsgpackDecoder
 
 from rheostat_engine import EXTRA_ARG, Act, Kind, Plan, Window
 from rheostat_engine.adapters import request_batches
@@ -17,36 +14,12 @@ from rheostat_engine.adapters.request_batches import receive_batches
 from rheostat_engine.adapters.request_copies import RequestCopy, receive_copies, with_copies
 
 from .links import Link
+from .receiving_core import Core
 from .test_logprobs import asked
 
 RELIES = "rheostat_engine.adapters.request_batches relies on it"
 UNLUCKY = "r3"
 """The id of a request that the core fails to process."""
-
-
-class Core(EngineCoreProc):
-    """vLLM's core, of which only the receiving thread's part is run."""
-
-    def __init__(self) -> None:
-        self.input_queue: queue.Queue[Any] = queue.Queue()
-        self.failed: list[str] = []
-        self.decoder = MsgpackDecoder(EngineCoreRequest)
-
-    def receive(self, sender: Link) -> list[EngineCoreRequest]:
-        """The requests of the next message, in the order in which the core handles them."""
-        decoded = self.decoder.decode(sender.received())
-        self.input_queue.put_nowait(
-            (EngineCoreRequestType.ADD, self.preprocess_add_request(decoded))
-        )
-        requests = []
-        while not self.input_queue.empty():
-            kind, (made, _) = self.input_queue.get_nowait()
-            assert kind == EngineCoreRequestType.ADD
-            requests.append(made)
-        return requests
-
-    def _handle_request_preproc_error(self, request: EngineCoreRequest) -> None:
-        self.failed.append(request.request_id)
 
 
 @pytest.fixture
@@ -76,21 +49,24 @@ async def add(sender: Link, *requests: EngineCoreRequest) -> None:
 async def test_requests_of_an_iteration_share_a_message(link: Link, core: Core) -> None:
     await add(link, *(request(number, x=number) for number in (1, 2, 4)))
     await asyncio.sleep(0)
-    received = core.receive(link)
+    received = core.receive(link.received())
     assert [one.request_id for one in received] == ["r1", "r2", "r4"]
     for one in received:
         number = int(one.request_id[1:])
         await add(link, request(number, x=number))
         await asyncio.sleep(0)
-        (alone,) = core.receive(link)
+        (alone,) = core.receive(link.received())
         for field in EngineCoreRequest.__struct_fields__:
             assert getattr(one, field) == getattr(alone, field), (field, RELIES)
 
 
-async def test_a_request_without_extra_arguments_gets_none(link: Link, core: Core) -> None:
+async def test_no_extra_argument_is_left_in_a_request(link: Link, core: Core) -> None:
     await add(link, request(1), request(2))
     await asyncio.sleep(0)
-    assert [one.sampling_params.extra_args or {} for one in core.receive(link)] == [{}, {}]
+    assert [one.sampling_params.extra_args or {} for one in core.receive(link.received())] == [
+        {},
+        {},
+    ]
 
 
 async def test_another_message_does_not_overtake_requests_that_wait(link: Link) -> None:
@@ -109,7 +85,7 @@ async def test_a_message_has_a_limited_number_of_requests(
     monkeypatch.setattr(request_batches, "_MOST", 2)
     await add(link, *(request(number) for number in (1, 2, 4, 5, 6)))
     await asyncio.sleep(0)
-    ids = [[one.request_id for one in core.receive(link)] for _ in range(3)]
+    ids = [[one.request_id for one in core.receive(link.received())] for _ in range(3)]
     assert ids == [["r1", "r2"], ["r4", "r5"], ["r6"]]
 
 
@@ -118,14 +94,14 @@ async def test_a_long_request_is_sent_alone_and_in_order(link: Link, core: Core)
     long.prompt_token_ids = list(range(20_000))
     await add(link, request(1), request(2), long, request(5))
     await asyncio.sleep(0)
-    ids = [[one.request_id for one in core.receive(link)] for _ in range(3)]
+    ids = [[one.request_id for one in core.receive(link.received())] for _ in range(3)]
     assert ids == [["r1", "r2"], ["r4"], ["r5"]]
 
 
 async def test_a_request_that_the_core_cannot_process_fails_alone(link: Link, core: Core) -> None:
     await add(link, *(request(number) for number in (1, 2, 3, 4)))
     await asyncio.sleep(0)
-    assert [one.request_id for one in core.receive(link)] == ["r1", "r2", "r4"]
+    assert [one.request_id for one in core.receive(link.received())] == ["r1", "r2", "r4"]
     assert core.failed == [UNLUCKY]
 
 
@@ -134,7 +110,7 @@ async def test_a_request_that_the_core_cannot_decode_fails_alone(link: Link, cor
     setattr(damaged, "prompt_token_ids", "no tokens")  # noqa: B010  (mypy forbids the assignment)
     await add(link, request(1), damaged, request(4))
     await asyncio.sleep(0)
-    assert [one.request_id for one in core.receive(link)] == ["r1", "r4"]
+    assert [one.request_id for one in core.receive(link.received())] == ["r1", "r4"]
     assert core.failed == ["r2"]
 
 
@@ -144,7 +120,7 @@ async def test_a_request_that_cannot_be_encoded_fails_alone(link: Link, core: Co
         await add(link, request(2, x=object.__new__(type("NoEncoding", (), {"__slots__": ()}))))
     await add(link, request(4))
     await asyncio.sleep(0)
-    assert [one.request_id for one in core.receive(link)] == ["r1", "r4"]
+    assert [one.request_id for one in core.receive(link.received())] == ["r1", "r4"]
 
 
 async def test_requests_of_a_batch_may_carry_copies(link: Link, core: Core) -> None:
@@ -157,7 +133,7 @@ async def test_requests_of_a_batch_may_carry_copies(link: Link, core: Core) -> N
 
     await add(link, grouped(1), grouped(2))
     await asyncio.sleep(0)
-    assert [one.request_id for one in core.receive(link)] == ["c1", "r1", "c2", "r2"]
+    assert [one.request_id for one in core.receive(link.received())] == ["c1", "r1", "c2", "r2"]
 
 
 async def test_an_engine_that_dies_before_the_message_is_sent_raises_nothing(link: Link) -> None:

@@ -1,50 +1,27 @@
 """Requests that share a message arrive as vLLM's core would receive each of them alone."""
 
 import inspect
-import queue
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from vllm import SamplingParams
-from vllm.v1.engine import EngineCoreRequest, EngineCoreRequestType
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.request import Request
-from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+from vllm.v1.serial_utils import MsgpackEncoder
 
 from rheostat_engine import EXTRA_ARG, Act, Kind, Plan, Window
 from rheostat_engine.adapters.request_copies import RequestCopy, receive_copies, with_copies
 from rheostat_engine.plan.plan import ReceivedPlan, read_plan
+
+from .receiving_core import Core
 
 RELIES = "rheostat_engine.adapters.request_copies relies on it"
 ACT = Act(kind=Kind.ADD, vectors=(b"v" * 16,), rows=((3, (0,)),), spans=((0, 9),))
 PLAN = Plan("r0", (ACT,), measured=False, window=Window(0, 1, 0)).pack()
 UNLUCKY = "x2-2"
 """The id of a request that the core fails to process."""
-
-
-class Core(EngineCoreProc):
-    """vLLM's core, of which only the receiving thread's part is run."""
-
-    def __init__(self) -> None:
-        self.input_queue: queue.Queue[Any] = queue.Queue()
-        self.failed: list[str] = []
-
-    def receive(self, parts: Sequence[Any]) -> list[EngineCoreRequest]:
-        """The requests of a message, in the order in which the core handles them."""
-        decoded = MsgpackDecoder(EngineCoreRequest).decode(list(parts))
-        self.input_queue.put_nowait(
-            (EngineCoreRequestType.ADD, self.preprocess_add_request(decoded))
-        )
-        requests = []
-        while not self.input_queue.empty():
-            kind, (made, _) = self.input_queue.get_nowait()
-            assert kind == EngineCoreRequestType.ADD
-            requests.append(made)
-        return requests
-
-    def _handle_request_preproc_error(self, request: EngineCoreRequest) -> None:
-        self.failed.append(request.request_id)
 
 
 @pytest.fixture
