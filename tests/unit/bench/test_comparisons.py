@@ -405,6 +405,8 @@ def test_there_are_pictures_of_single_numbers() -> None:
         "sidebyside-qwen3-8b",
         "sidebyside-qwen3-8b-16-cores-4-front-ends",
         "sidebyside-qwen3-8b-2048",
+        "sidebyside-qwen3-8b-90-ms-steps",
+        "sidebyside-qwen3-8b-larger-graphs",
         "sidebyside-qwen3-8b-gates",
         "sidebyside-qwen3-8b-gates-again",
         "sidebyside-qwen3-8b-gates-later",
