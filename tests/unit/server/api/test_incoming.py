@@ -11,6 +11,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from rheostat._connection.aio_status import ServerStatus
 from rheostat._watches.state import join_gains
 from rheostat_server.api import incoming
 from rheostat_server.api.incoming import Calls, Reader
@@ -48,9 +49,12 @@ LARGE = request(text="x" * (15 << 20))
 async def refused(call: object) -> Refusal:
     """How a call fails."""
     streams = isinstance(call, grpc.aio.UnaryStreamCall | grpc.aio.StreamStreamCall)
+    status = ServerStatus(call)  # gRPC may replace it if it writes after the end
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await (rest(call) if streams else call)
-    return Refusal.of(caught.value)
+    error = await status.behind(caught.value)
+    assert error is not None
+    return Refusal.of(error)
 
 
 async def held(running, count: int, **fields: object) -> list[object]:
