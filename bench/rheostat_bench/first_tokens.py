@@ -1,0 +1,249 @@
+"""Where the time to the first token goes when many streams begin together.
+
+Bursts of stock vLLM in process and of this server, in turns, with the arms of `sidebyside`. For
+each burst it reports when the first, the middle and the last request reached each place on its way,
+what the engine's first steps computed, how long their launches took, and when clients had their
+first tokens. Recording costs a little, so use `sidebyside` to compare times to the first token.
+
+    rheostat bench first_tokens --shape qwen3-8b --streams 32 256 --out results
+"""
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from rheostat_bench.machine import add_model_arguments, chosen, described, server_config
+from rheostat_bench.processes import Worker, together
+from rheostat_bench.served import add_client_argument, prompts, stock
+from rheostat_bench.served_process import copy_tokenizer, served_process
+from rheostat_bench.sidebyside import (
+    CAPTURED,
+    IDLE,
+    LAST_PROMPT,
+    STEERED_ALL,
+    STEERED_ONE,
+    STOCK,
+    Client,
+    run_stock,
+    server_flags,
+    spread,
+    store_vectors,
+    streaming,
+)
+from rheostat_bench.traced import (
+    ACCEPTED,
+    ADDED,
+    IN_CORE,
+    LAUNCH,
+    RECEIVED,
+    SCHEDULE,
+    UPDATE,
+    Record,
+    environment,
+    records,
+)
+from rheostat_bench.turns import Streamed
+
+_PROMPT = 32
+_ARMS = (IDLE, STEERED_ONE, STEERED_ALL, CAPTURED, LAST_PROMPT)
+_PLACES = (ACCEPTED, RECEIVED, ADDED, IN_CORE)
+_PAUSE = 0.15
+"""Seconds between bursts, for work that requests leave behind."""
+_LAST_RECORDS = 1.5
+"""Seconds after which all records are written."""
+
+
+class Burst(NamedTuple):
+    """Streams that began together."""
+
+    arm: str
+    streams: list[Streamed]
+
+
+class Step(NamedTuple):
+    """A step of the engine that computed prompts. Times in milliseconds."""
+
+    prompts: float
+    """Prompts that began in it."""
+    tokens: float
+    scheduled: float
+    """After the first stream's call."""
+    launch: float
+    """How long its launch took; on a CPU, how long it ran."""
+    launch_cpu: float
+    """CPU time of the launching thread."""
+    processed: float
+    """When the core processed its output, after the first stream's call."""
+
+
+def run_of(workers: Sequence[Worker[Client]], arm: str) -> Callable[[list[list[int]], int], Any]:
+    """Streams prompts of an arm from all clients."""
+
+    def run(wanted: list[list[int]], tokens: int) -> list[Streamed]:
+        orders = [
+            partial(Client.run, arm=arm, wanted=share, tokens=tokens)
+            for share in spread(wanted, workers)
+        ]
+        return [stream for part in together(workers[: len(orders)], orders) for stream in part]
+
+    return run
+
+
+def figures(bursts: Sequence[Burst], found: Sequence[Record]) -> dict[str, object]:
+    """The medians of bursts of one arm, in milliseconds after a burst's first call.
+
+    Args:
+        bursts: the bursts.
+        found: the records of all processes.
+
+    Returns:
+        `called`, the places, and `first_token`: each for the first, the middle and the last
+        request. `steps`: those that computed prompts, in order; the i-th is the median of the i-th
+        steps of all bursts that have one.
+    """
+    ways = [_way(burst, found) for burst in bursts]
+    names = dict.fromkeys(name for way, _ in ways for name in way)
+    longest = max((len(steps) for _, steps in ways), default=0)
+    return {
+        **{name: _medians([way[name] for way, _ in ways if name in way]) for name in names},
+        "steps": [
+            dict(
+                zip(
+                    Step._fields,
+                    _medians([steps[number] for _, steps in ways if number < len(steps)]),
+                    strict=True,
+                )
+            )
+            for number in range(longest)
+        ],
+    }
+
+
+def _way(burst: Burst, found: Sequence[Record]) -> tuple[dict[str, list[float]], list[Step]]:
+    """The requests' times at each place, and the steps that computed their prompts."""
+    began = min(stream.began for stream in burst.streams)
+    end = max(stream.last for stream in burst.streams)
+    inside = [record for record in found if began <= record.began <= end]
+
+    def ms(moments: Sequence[float]) -> list[float]:
+        ordered = sorted(moments)
+        some = (ordered[0], ordered[(len(ordered) - 1) // 2], ordered[-1])
+        return [1e3 * (moment - began) for moment in some]
+
+    way = {"called": ms([stream.began for stream in burst.streams])}
+    of = {name: [one for one in inside if one.name == name] for name in (*_PLACES, SCHEDULE)}
+    way |= {name: ms([one.began for one in of[name]]) for name in _PLACES if of[name]}
+    way["first_token"] = ms([stream.first for stream in burst.streams])
+    steps = []
+    launches = [one for one in inside if one.name == LAUNCH]
+    updates = [one for one in inside if one.name == UPDATE]
+    for scheduled, launch, update in zip(of[SCHEDULE], launches, updates, strict=False):
+        if scheduled.prompts:
+            at, processed = (1e3 * (one.began - began) for one in (scheduled, update))
+            launched = (1e3 * launch.seconds, 1e3 * launch.cpu)
+            steps.append(Step(scheduled.prompts, scheduled.tokens, at, *launched, processed))
+    return way, steps
+
+
+def _medians(rows: Sequence[Sequence[float]]) -> list[float]:
+    return [round(median(column), 2) for column in zip(*rows, strict=True)]
+
+
+def main() -> None:
+    """Measures, prints the figures and writes `first-tokens-SHAPE.json`."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_model_arguments(parser, default="qwen3-8b")
+    add_client_argument(parser)
+    parser.add_argument("--out", type=Path, required=True, help="a folder, for the JSON")
+    parser.add_argument("--streams", type=int, nargs="+", default=[32, 256])
+    parser.add_argument("--tokens", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--front-ends", type=int, default=1)
+    parser.add_argument("--arms", nargs="+", choices=_ARMS, default=_ARMS)
+    parser.add_argument("--options", nargs="*", default=[], help="of `rheostat serve`, without --")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        scratch = Path(folder)
+        traces = scratch / "traces"
+        traces.mkdir()
+        os.environ.update(environment(traces))  # for all processes that start from now on
+        model = chosen(arguments, scratch)
+        if model.load_format == "dummy":
+            copy_tokenizer(model.path)
+        most = max(arguments.streams)
+        held = most * (_PROMPT + arguments.tokens)
+        config = server_config(model, engines=2, requests=most, tokens=held)
+        config = replace(config, skip_tokenizer_init=False, spool=str(scratch / "spool"))
+        engine = stack.enter_context(Worker(partial(stock, config), parent=True))
+        flags = server_flags(config, arguments.front_ends)
+        flags += [f"--{option}" for option in arguments.options]
+        log = arguments.out / "first-tokens.log"
+        target = stack.enter_context(served_process(str(config.model), log, flags)).target
+        served = store_vectors(target)
+        client = partial(streaming, target, served.layer_count // 2)
+        clients = [stack.enter_context(Worker(client)) for _ in range(arguments.client_processes)]
+        runs: dict[str, Callable[[list[list[int]], int], list[Streamed]]] = {
+            STOCK: lambda wanted, tokens: engine.do(
+                partial(run_stock, wanted=wanted, tokens=tokens)
+            ),
+            **{arm: run_of(clients, arm) for arm in arguments.arms},
+        }
+        bursts: dict[str, list[Burst]] = {}
+        for count in arguments.streams:
+            for repeat in range(arguments.repeats + 1):
+                for arm, run in runs.items():
+                    streams = run(prompts(count, _PROMPT), arguments.tokens)
+                    time.sleep(_PAUSE)
+                    if repeat:  # the first burst is not counted
+                        bursts.setdefault(str(count), []).append(Burst(arm, streams))
+        time.sleep(_LAST_RECORDS)
+        found = records(traces)
+    table = {
+        count: {arm: figures([one for one in some if one.arm == arm], found) for arm in runs}
+        for count, some in bursts.items()
+    }
+    show(table)
+    about = {
+        "benchmark": "first_tokens",
+        "measures": "where the time to the first token goes when streams begin together",
+        **described(model, served.engine.runner),
+        "front_ends": arguments.front_ends,
+        "options": arguments.options,
+        "client_processes": arguments.client_processes,
+        "tokens": arguments.tokens,
+        "repeats": arguments.repeats,
+    }
+    path = arguments.out / f"first-tokens-{model.name}.json"
+    path.write_text(json.dumps({**about, "streams": table}, indent=1))
+
+
+def show(table: dict[str, dict[str, dict[str, Any]]]) -> None:
+    """Prints the figures."""
+    for count, arms in table.items():
+        print(f"\n{count} streams; ms after the first call, of the first, middle and last request")
+        for arm, row in arms.items():
+            print(arm)
+            for name, values in row.items():
+                if name != "steps":
+                    print(f"  {name:12}" + "".join(f"{value:9.1f}" for value in values))
+            for number, step in enumerate(row["steps"], 1):
+                print(
+                    f"  step {number}: {step['prompts']:.0f} prompts, {step['tokens']:.0f} tokens, "
+                    f"scheduled {step['scheduled']:.1f}, launched in {step['launch']:.1f} "
+                    f"({step['launch_cpu']:.1f} CPU), processed {step['processed']:.1f}",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()
