@@ -1,7 +1,7 @@
-"""Vectors in files: `load_vector` and `save_vector`, with one module per format; runs in files.
+"""Vectors and runs in files, with one module per format of vectors.
 
-Points and layers that a file does not name stay None. An incomplete file is refused. A file is
-replaced as a whole or not at all.
+Points and layers that a file does not name stay None. An incomplete file is refused. Saving
+replaces a file as a whole or not at all.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def load_vector(
     feature: int | None = None,
     format: VectorFormat | None = None,
 ) -> Vector:
-    """A vector from a file, with its numbers, which requests can use or ``vectors.put`` can store.
+    """Load a vector with its numbers, for a request or for ``vectors.put``.
 
     ``path`` is a ``.safetensors``, ``.npz`` or ``.gguf`` file, or a folder of an SAE in SAELens
-    format (or the ``.safetensors`` file in it) together with ``feature``, the row of the decoder.
-    ``format`` defaults to that of the suffix. Element types are kept, but GGUF gives float32 and
-    float64 is rounded to float32. Name, description, points and layers are those of the file. A
+    format (or the ``.safetensors`` file in it) together with ``feature``, the row of its decoder.
+    ``format`` defaults to the format of the suffix. Element types are kept, but GGUF gives float32
+    and float64 is rounded to float32. Name, description, points and layers come from the file. A
     GGUF control vector acts at ``resid_post`` of the layers that its tensors name, a row of an SAE
     at the hook that its cfg.json names.
 
@@ -67,8 +67,9 @@ def load_sae_feature(path: str | os.PathLike[str], feature: int) -> SaeFeature:
     ``path`` is a folder of a standard or JumpReLU SAE in SAELens format, or the ``.safetensors``
     file in it. The feature acts at the hook that its cfg.json names.
 
-    Raises InvalidRequest, with the cause, for another file and for an SAE that reads otherwise (top
-    k, gated, transcoders, normalised inputs), and Refused if a library is missing.
+    Raises InvalidRequest, with the cause, for any other file, and for an SAE that computes its
+    features otherwise (top-k, gated, transcoder, normalised input). Raises Refused if a library is
+    missing.
     """
     return _sae.load_feature(Path(path), feature)
 
@@ -84,8 +85,8 @@ def save_vector(
 
     The first two keep every bit, the element type, name, description, points and layers. GGUF keeps
     the numbers as float32, exactly, with name and description. It needs ``points="resid_post"`` and
-    layers from 1 on, one row each. Its field ``model_hint`` is not read by llama.cpp. An existing
-    file is replaced; a symbolic link stays, and its target is replaced.
+    layers from 1 on, one row each. llama.cpp ignores its field ``model_hint``. An existing file is
+    replaced; a symbolic link stays, and its target is replaced.
 
     Raises InvalidRequest for a dose, if the format cannot hold the vector, and if the file cannot
     be written. Raises Refused for a vector without numbers, and if a library is missing.
@@ -120,7 +121,7 @@ def save_vector(
 def _format(path: Path, feature: int | None, format: VectorFormat | None) -> VectorFormat:
     if format is not None:
         if format not in FORMATS:
-            raise invalid("format", f"unknown format {format!r}; there are {', '.join(FORMATS)}")
+            raise invalid("format", f"unknown format {format!r}: give {', '.join(FORMATS)}")
         return format
     if feature is not None or path.is_dir():
         return "sae"

@@ -55,7 +55,7 @@ def read_about(path: Path, text: str) -> About:
         points, layers = fields["points"], fields["layers"]
         name, description = fields["name"], fields["description"]
         if not isinstance(name, str | None) or not isinstance(description, str):
-            raise TypeError("name and description are texts")
+            raise TypeError("name and description must be strings")
         return About(
             name,
             description,

@@ -39,7 +39,7 @@ _DIRECTION = re.compile(r"direction\.([0-9]+)")
 _NO_HINT = "unknown"
 _MAGIC = b"GGUF"
 _SWAPPED = "S"
-"""The reader's mark of the other byte order, in which it would read wrong numbers."""
+"""`GGUFReader.byte_order` of a file in the other byte order, whose numbers it would misread."""
 
 
 def load(path: Path) -> Vector:
@@ -56,7 +56,7 @@ def load(path: Path) -> Vector:
         if reader.byte_order == _SWAPPED:
             raise bad_file(
                 path,
-                "has its bytes in the other order than this machine",
+                "has another byte order than this machine",
                 "convert it with gguf-convert-endian, which comes with gguf",
             )
         texts = {
@@ -66,11 +66,11 @@ def load(path: Path) -> Vector:
     except (OSError, ValueError, IndexError, KeyError, OverflowError) as error:
         raise unreadable(path, error) from error
     if texts["general.architecture"] != _ARCHITECTURE:
-        architecture = texts["general.architecture"] or "nothing"
+        architecture = texts["general.architecture"]
         raise bad_file(
             path,
-            f"is not a control vector, but {architecture}",
-            f'its general.architecture must be "{_ARCHITECTURE}"',
+            f'is not a control vector: its general.architecture is "{architecture}"',
+            f'it must be "{_ARCHITECTURE}"',
         )
     rows = _directions(path, reader)
     if not rows:
@@ -79,7 +79,7 @@ def load(path: Path) -> Vector:
         raise bad_file(
             path,
             "has directions of several widths",
-            "all have the width of the model's stream",
+            "all must have the width of the model's residual stream",
             "REASON_VECTOR_SHAPE",
         )
     layers = tuple(sorted(rows))
@@ -148,7 +148,7 @@ def save(path: Path, vector: Vector, rows: VectorData, model_hint: str) -> None:
 
 
 def _layers(vector: Vector) -> tuple[int, ...]:
-    """The layers of a vector. Raises InvalidRequest if llama.cpp cannot apply it equally."""
+    """The layers of a vector. Raises InvalidRequest if llama.cpp would apply it differently."""
     if vector.points != (Point.RESID_POST,):
         points = "+".join(vector.points) if vector.points else "no point"
         raise _cannot("points", f"control vectors act at resid_post, but this vector at {points}")

@@ -76,13 +76,13 @@ def load_run(path: Path) -> StoredRun:
         raise bad_file(path, f"is no run ({error})", "write runs with rheostat runs get") from error
     rows: dict[tuple[Point | str, int], npt.NDArray[np.generic]] = {
         sites[name]: file.array(name)
-        for name in sorted(sites, key=lambda name: _place(sites[name]))
+        for name in sorted(sites, key=lambda name: _site_order(sites[name]))
     }
     return StoredRun(rows=rows, labels=labels, **numbers)
 
 
-def _place(site: Site) -> tuple[int, int]:
-    """Sorts sites by layer, then by the number of the point."""
+def _site_order(site: Site) -> tuple[int, int]:
+    """Sort key of a site: its layer, then the number of its point on the wire."""
     return site.layer, site_to_wire(site).point
 
 

@@ -4,7 +4,7 @@ The format is a folder with cfg.json and a safetensors file that has ``W_dec`` [
 is the direction that feature f writes. cfg.json names the hook, at its top level or below
 "metadata", as TransformerLens does: ``blocks.8.hook_resid_post`` is ``resid_post`` of layer 8. A
 transcoder writes to another hook, ``hook_name_out``, in rows of ``d_out``. Rows are returned as
-stored: if ``normalize_activations`` is set, their scale is not that of the stream.
+stored: if ``normalize_activations`` is set, their scale differs from the residual stream's.
 
 The activation of feature f at a row x is act((x - b_dec).W_enc[:, f] + b_enc[f]), where b_dec is
 subtracted if ``apply_b_dec_to_input`` is set, and act is a ReLU, or with ``threshold`` a JumpReLU.
@@ -45,7 +45,7 @@ class _Opened(NamedTuple):
     file: TensorFile
     config: Mapping[str, object]
     about: About
-    """Of its features; without their number in the description."""
+    """Metadata of every feature; the description lacks the feature's number."""
 
 
 def load(path: Path, feature: int | None) -> Vector:
@@ -67,7 +67,7 @@ def load_feature(path: Path, feature: int) -> SaeFeature:
     activation: Activation = "relu"
     theta = None
     if _THRESHOLD in file.tensors:
-        # SAELens takes the ReLU first, so that a threshold below 0 cuts nothing.
+        # SAELens applies the ReLU first, so a threshold below 0 has no effect.
         activation, theta = "jump_relu", max(0.0, _number(file, _THRESHOLD, feature))
     settings = ReadoutSettings(bias=bias, activation=activation, theta=theta)
     decoder = vector_of(file.path, file.row(_DECODER, feature), about)
@@ -80,10 +80,10 @@ def _open(path: Path, feature: int | None) -> tuple[_Opened, int]:
     file = TensorFile(weights)
     decoder = file.tensors.get(_DECODER)
     if decoder is None or len(decoder.shape) != 2:
-        got = "none" if decoder is None else f"one of rank {len(decoder.shape)}"
+        got = "" if decoder is None else f", but one of rank {len(decoder.shape)}"
         raise bad_file(
             weights,
-            f"has no decoder {_DECODER} [d_sae, d_in], but {got}",
+            f"has no decoder {_DECODER} [d_sae, d_in]{got}",
             "give the file that SAELens writes",
             "REASON_VECTOR_SHAPE",
         )
@@ -114,9 +114,9 @@ def _check_encoder(sae: _Opened) -> None:
     elif activation != "relu":
         problem = f"has the activation {activation!r}"
     elif config.get("architecture") == "jumprelu" and _THRESHOLD not in file.tensors:
-        problem = f"is a JumpReLU, and has no {_THRESHOLD}"
+        problem = f"is a JumpReLU SAE, but has no {_THRESHOLD}"
     elif config.get("hook_name_out"):
-        problem = "is a transcoder, which reads at another site than it writes"
+        problem = "is a transcoder, which reads and writes at different sites"
     elif normalise != "none":
         problem = f"normalises its input ({normalise!r})"
     elif config.get("finetuning_scaling_factor"):
@@ -131,8 +131,8 @@ def _check_encoder(sae: _Opened) -> None:
         raise bad_file(
             file.path,
             problem,
-            "features are read of standard and JumpReLU SAEs; load_vector loads rows of the "
-            "decoder of others",
+            "load_sae_feature reads only standard and JumpReLU SAEs; load_vector loads a row of "
+            "any SAE's decoder",
         )
 
 
@@ -187,6 +187,6 @@ def _site(path: Path, hook: object) -> tuple[Point, int]:
         raise bad_file(
             path,
             f"names the hook {hook!r}" if hook else "names no hook",
-            f"rows can be used at blocks.N.hook_ with {', '.join(Point)}",
+            f"the hook must be blocks.N.hook_ and one of {', '.join(Point)}",
         )
     return Point(match[2]), int(match[1])

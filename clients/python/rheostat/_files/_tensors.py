@@ -1,4 +1,4 @@
-"""The tensors of a safetensors file, or single rows of them; and writing such a file.
+"""Reads tensors of a safetensors file, or single rows and columns of them, and writes such files.
 
 The library checks the whole file: it refuses a header that does not cover the bytes exactly. Rows
 are read without the library, because without torch it does not support bfloat16.
@@ -69,12 +69,12 @@ class TensorFile:
         return self._read(name, 0, self.tensors[name].shape)
 
     def row(self, name: str, row: int) -> VectorData:
-        """One row of a tensor [rows, width]; the caller has checked its number."""
+        """One row of a tensor [rows, width]; the caller checks the number."""
         tensor = self.tensors[name]
         return self._read(name, row * tensor.shape[1], tensor.shape[1:])
 
     def column(self, name: str, column: int) -> VectorData:
-        """One column of a tensor [width, columns]; the caller has checked its number."""
+        """One column of a tensor [width, columns]; the caller checks the number."""
         element: Element | None = "bfloat16" if self.tensors[name].dtype == "BF16" else None
         tensor, dtype = self.tensors[name], self._dtype(name)
         mapped = np.memmap(self.path, dtype, "r", tensor.offset, tensor.shape)
@@ -90,7 +90,7 @@ class TensorFile:
         return numbers_of(self.path, self._numbers(name, first, shape), element)
 
     def _numbers(self, name: str, first: int, shape: tuple[int, ...]) -> npt.NDArray[np.generic]:
-        """Elements from the ``first`` on; of bfloat16 the bits."""
+        """Elements from number ``first`` on, in this shape; for bfloat16, their bits."""
         tensor, dtype = self.tensors[name], self._dtype(name)
         count = int(np.prod(shape, dtype=np.int64))
         numbers = np.fromfile(
@@ -99,7 +99,7 @@ class TensorFile:
         return numbers.reshape(shape)
 
     def _dtype(self, name: str) -> np.dtype[np.generic]:
-        """The type in which elements are stored; of bfloat16 that of the bits."""
+        """The type in which elements are stored; for bfloat16, the type of their bits."""
         dtype = _DTYPES.get(self.tensors[name].dtype)
         if dtype is None:
             raise bad_file(
@@ -113,7 +113,7 @@ class TensorFile:
 def write_tensors(
     path: Path, tensors: Mapping[str, StoredArray], element: Element, metadata: Mapping[str, str]
 ) -> None:
-    """Write a safetensors file of tensors of one element type, in their storage type."""
+    """Write tensors of one element type to a safetensors file; bfloat16 is given as bits."""
     try:
         from safetensors import TensorSpec, serialize
     except ModuleNotFoundError as error:

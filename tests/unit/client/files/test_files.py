@@ -123,7 +123,7 @@ def test_the_format_may_be_said(tmp_path):
     assert rheostat.load_vector(path, format="npz") == vector()
     with pytest.raises(rheostat.InvalidRequest, match=r"does not end in \.safetensors, \.npz or"):
         rheostat.load_vector(path)
-    with pytest.raises(rheostat.InvalidRequest, match="unknown format 'pt'; there are safetens"):
+    with pytest.raises(rheostat.InvalidRequest, match="unknown format 'pt': give safetens"):
         rheostat.load_vector(path, format="pt")
     with pytest.raises(rheostat.InvalidRequest, match="only SAEs have features, not npz files"):
         rheostat.load_vector(path, format="npz", feature=1)
@@ -157,7 +157,7 @@ ONE = np.ones((1, 3), np.float32)
         (ONE, {**ABOUT, "layers": [-1]}, "layers count from 0, not -1", "INVALID_VALUE"),
         (ONE, {**ABOUT, "layers": []}, "no layer is named", "INVALID_VALUE"),
         (ONE, {**ABOUT, "layers": {"start": 1}}, "'stop'", "INVALID_VALUE"),
-        (ONE, {**ABOUT, "name": 3}, "are texts", "INVALID_VALUE"),
+        (ONE, {**ABOUT, "name": 3}, "must be strings", "INVALID_VALUE"),
         (ONE, {"name": "a"}, "'points'", "INVALID_VALUE"),
         (np.ones((2, 3)), {**ABOUT, "layers": [1, 2, 3]}, "2 rows for 3 layers", "VECTOR_SHAPE"),
     ],

@@ -114,9 +114,13 @@ def test_other_types_are_widened_as_their_format_defines(tmp_path, kind):
         (
             {1: np.ones(4, np.float32)},
             {"order": "BIG"},
-            "other order than this machine: convert it with gguf-convert-endian",
+            "another byte order than this machine: convert it with gguf-convert-endian",
         ),
-        ({1: np.ones(4, np.float32)}, {"architecture": "llama"}, "not a control vector, but llama"),
+        (
+            {1: np.ones(4, np.float32)},
+            {"architecture": "llama"},
+            'its general.architecture is "llama"',
+        ),
     ],
 )
 def test_a_file_that_is_no_control_vector_says_what_is_wrong(tmp_path, directions, fields, said):

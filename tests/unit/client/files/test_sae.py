@@ -90,8 +90,8 @@ def test_the_file_of_an_sae_wants_a_feature(tmp_path):
     [
         (TOP, DECODER, "names no hook"),
         ({**TOP, "hook_name": "blocks.8.attn.hook_z"}, DECODER, "the hook 'blocks.8.attn.hook_z'"),
-        ({**TOP, "hook_name": "blocks.8.hook_q_input"}, DECODER, "rows can be used at blocks.N"),
-        ({**TOP, **HOOK}, None, "has no decoder W_dec [d_sae, d_in], but none"),
+        ({**TOP, "hook_name": "blocks.8.hook_q_input"}, DECODER, "the hook must be blocks.N"),
+        ({**TOP, **HOOK}, None, "has no decoder W_dec [d_sae, d_in]: give the file"),
         ({**TOP, **HOOK}, DECODER[0], "but one of rank 1"),
         ({**TOP, **HOOK, "d_in": 7}, DECODER, "[5, 4] where its cfg.json says [5, 7]"),
         ({**TOP, **HOOK, "d_sae": 7}, DECODER, "[5, 4] where its cfg.json says [7, 4]"),
