@@ -32,7 +32,7 @@ from rheostat._connection.calls import (
 from rheostat._connection.channel import OPTIONS, ConnectionBase, checked_timeout
 from rheostat_wire.wakeups import all_wakeups_read, running_loop
 
-sleep = asyncio.sleep  # the generated twin of `rheostat.aio` calls `connection.sleep`
+sleep = asyncio.sleep  # `rheostat.aio` calls it; its generated synchronous twin `connection.sleep`
 
 
 class Responses(Generic[Answer]):
@@ -50,6 +50,7 @@ class Responses(Generic[Answer]):
         self.target = target
         self._timeout = timeout
         self._begun = False
+        """Whether an answer has arrived."""
 
     def __aiter__(self) -> Self:
         return self
@@ -71,7 +72,7 @@ class Responses(Generic[Answer]):
         raise _errors.from_rpc(failure, self.target, self._timeout, begun=self._begun)
 
     async def _failure(self, error: grpc.aio.AioRpcError) -> grpc.aio.AioRpcError | None:
-        """The status with which the server ended the call; None if it is OK."""
+        """The error with which the server ended the call; None if it ended with OK."""
         return error
 
     def cancel(self) -> None:
@@ -161,7 +162,7 @@ class Connection(ConnectionBase):
         self.check_open()
         if self._channel is None:
             self._loop = running_loop()
-            with all_wakeups_read():
+            with all_wakeups_read():  # else gRPC's thread may block; see `wakeups`
                 self._channel = grpc.aio.insecure_channel(self.target, options=OPTIONS)
         elif self._loop is None:
             self._loop = running_loop()
@@ -213,12 +214,12 @@ class Connection(ConnectionBase):
             failure = call.requests.failure or cancelled_here()
         else:
             return call.read(answer)
-        raise failure
+        raise failure  # here, so that gRPC's error does not become its context
 
     def download(
         self, call: DownloadCall[Answer, Step, Result], timeout: float | None
     ) -> Responses[Answer]:
-        """Start a call with many answers. None is no timeout."""
+        """Start a call with many answers. ``timeout`` None: no limit."""
         timeout = checked_timeout(timeout)
         rpc = self.channel.unary_stream(call.path, serialize, call.answer.FromString)
         return Responses(rpc(call.request, timeout=timeout), self.target, timeout)

@@ -42,9 +42,10 @@ class ServerStatus:
             self._arrived.set()
 
     async def behind(self, error: grpc.aio.AioRpcError) -> grpc.aio.AioRpcError | None:
-        """The status with which the server ended the call; None if it is OK.
+        """The error with which the server ended the call; None if it ended with OK.
 
-        ``error`` is gRPC's. It is returned unless it is that of a failed write.
+        ``error`` is gRPC's. It is returned itself if it does not report a failed write, or if the
+        server's status does not arrive in time.
         """
         if not _is_failed_write(error):
             return error

@@ -14,8 +14,11 @@ from google.protobuf.message import Message
 from rheostat_wire.v1 import capture_service_pb2, run_service_pb2, steering_service_pb2
 
 Answer = TypeVar("Answer", bound=Message)
+"""A message of the server."""
 Result = TypeVar("Result")
+"""The value that the caller gets once the call has ended."""
 Step = TypeVar("Step")
+"""An event that the caller gets while the call runs."""
 MessageT = TypeVar("MessageT", contravariant=True)
 Whole = TypeVar("Whole", covariant=True)
 Page = TypeVar(

@@ -1,7 +1,7 @@
 """Options of every channel (message limits, keepalive, retries), and checks of targets.
 
-gRPC retries only unary calls that change nothing, and only if no server answered. A retry of any
-other call might act twice.
+gRPC retries only unary calls that change nothing, and only on UNAVAILABLE: no server answers, or it
+loads its model or drains. A retry of any other call might act twice.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ UNARY_TIMEOUT = 60.0
 """Default timeout, in seconds, of calls that run no prompt."""
 
 _RESOLVERS = re.compile(r"(dns|unix|unix-abstract|vsock|xds):\D|ipv[46]:")
+"""Targets that name a gRPC resolver. In "dns:50051", dns is a host name."""
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _HOST_PORT = re.compile(r"([^:/]+|\[[^]/]+\]):([0-9]{1,5})")
 _IDEMPOTENT = (
@@ -121,5 +122,5 @@ class ConnectionBase:
             raise Refused(_CLOSED)
 
     def limit(self, timeout: float | None) -> float | None:
-        """The timeout of a call that runs no prompt: ``timeout``, or that of the connection."""
+        """The timeout of a call that runs no prompt: ``timeout``, or the connection's if None."""
         return self.timeout if timeout is None else checked_timeout(timeout)

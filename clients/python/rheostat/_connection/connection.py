@@ -25,7 +25,7 @@ from rheostat._connection.calls import (
 )
 from rheostat._connection.channel import OPTIONS, ConnectionBase, checked_timeout
 
-sleep = time.sleep  # the generated client calls it instead of `aio_connection.sleep`
+sleep = time.sleep  # the generated client calls it; `rheostat.aio` calls `aio_connection.sleep`
 
 _Message = TypeVar("_Message", covariant=True)
 
@@ -47,6 +47,7 @@ class Responses(Generic[Answer]):
         self.target = target
         self._timeout = timeout
         self._begun = False
+        """Whether an answer has arrived."""
 
     def __iter__(self) -> Self:
         return self
@@ -130,12 +131,12 @@ class Connection(ConnectionBase):
             failure = call.requests.failure or _errors.from_rpc(error, self.target, timeout)
         else:
             return call.read(answer)
-        raise failure
+        raise failure  # here, so that gRPC's error does not become its context
 
     def download(
         self, call: DownloadCall[Answer, Step, Result], timeout: float | None
     ) -> Responses[Answer]:
-        """Start a call with many answers. None is no timeout."""
+        """Start a call with many answers. ``timeout`` None: no limit."""
         timeout = checked_timeout(timeout)
         rpc = self.channel.unary_stream(call.path, serialize, call.answer.FromString)
         return Responses(rpc(call.request, timeout=timeout), self.target, timeout)

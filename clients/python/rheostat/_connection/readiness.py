@@ -27,30 +27,35 @@ class Wait:
     """One wait for the server at a target, which starts now."""
 
     def __init__(self, target: str, timeout: float | None) -> None:
-        """Ends after ``timeout`` seconds; None: when the server is ready or stops answering."""
+        """``timeout`` in seconds. None: waits as long as the server answers, but is not ready."""
         self._target = target
         self._timeout = checked_timeout(timeout)
         self._began = self._answered = time.monotonic()
 
     def ready(self, health: str) -> bool:
-        """Whether ``health`` is "SERVING". Raises DeadlineExceeded after the timeout."""
+        """A health check returned ``health``. Returns whether it is "SERVING".
+
+        Raises DeadlineExceeded after the timeout.
+        """
         self._answered = time.monotonic()
         if health == "SERVING":
             return True
-        self._check(f"for the server at {self._target} to be ready; its health is {health}")
+        self._raise_if_late(f"for the server at {self._target} to be ready; its health is {health}")
         return False
 
     def unanswered(self, error: RheostatError) -> None:
-        """A health check failed. Raises Unavailable if all failed for `UNREACHABLE` seconds."""
+        """A health check failed. Raises Unavailable if all failed for `UNREACHABLE` seconds.
+
+        Raises DeadlineExceeded after the timeout.
+        """
         silent = time.monotonic() - self._answered
         if silent >= UNREACHABLE:
             raise Unavailable(
-                f"{unanswered(self._target, error.details)}; waited {silent:.0f} s for one; "
-                f"{START_ONE}",
+                f"{unanswered(self._target, error.details)}; waited {silent:.0f} s; {START_ONE}",
                 details=error.details,
             )
         why = cause(error.details)
-        self._check(f"for a server at {self._target}; none answers: {why}", error.details)
+        self._raise_if_late(f"for a server at {self._target}; none answers: {why}", error.details)
 
     def check_timeout(self) -> float:
         """Timeout of the next health check, in seconds."""
@@ -59,6 +64,6 @@ class Wait:
         left = self._timeout - (time.monotonic() - self._began)
         return min(_CHECK_TIMEOUT, max(left, 1.0))
 
-    def _check(self, what: str, details: str = "") -> None:
+    def _raise_if_late(self, waited_for: str, details: str = "") -> None:
         if self._timeout is not None and time.monotonic() - self._began >= self._timeout:
-            raise DeadlineExceeded(f"waited {self._timeout:g} s {what}", details=details)
+            raise DeadlineExceeded(f"waited {self._timeout:g} s {waited_for}", details=details)

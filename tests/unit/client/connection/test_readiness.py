@@ -52,7 +52,7 @@ def test_no_server_for_too_long_is_unavailable(client, server, monkeypatch):
     with pytest.raises(rheostat.Unavailable) as raised:
         client.run(lambda engine: engine.wait_until_ready())
     assert str(raised.value) == (
-        f"no server answers at {server.target}: nothing listens there; waited 0 s for one; "
+        f"no server answers at {server.target}: nothing listens there; waited 0 s; "
         "start one with rheostat serve MODEL, or connect to a running one"
     )
 
