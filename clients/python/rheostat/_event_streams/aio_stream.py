@@ -1,4 +1,4 @@
-"""A stream of events of the asyncio client: as `stream`, with a task instead of a thread."""
+"""A stream of events of the asyncio client: like `stream`, with a task instead of a thread."""
 
 from __future__ import annotations
 
@@ -32,18 +32,19 @@ class EventStream(Generic[M, E]):
         return await self._worker.next_event()
 
     def finish(self) -> None:
-        """Take no further readings or rows; buffered events still arrive, then iterating ends.
+        """Take no further rows or readings; iterating ends after the events that remain.
 
-        Each running request gets its last event, with what was read of it.
+        These are the buffered events, and the last event of each running request, which sums up
+        its rows or readings so far.
         """
         self._worker.finish()
 
     async def close(self) -> None:
-        """End it, and drop events that were not read. Ends the loop of the task that iterates.
+        """End the stream, and drop events that were not read. Iterating in another task ends.
 
-        Returns when the server has ended it. After 5 seconds it logs a warning and continues in the
-        background; the server drops it after its resume window at the latest. Does nothing if it
-        has ended already.
+        Returns once the server has ended the stream, or after 5 seconds with a warning in the log.
+        Closing then continues in the background, and the server drops the stream after its resume
+        window at the latest. Does nothing if the stream has ended already.
         """
         await self._worker.close()
 
@@ -122,7 +123,7 @@ class StreamWorker(BaseWorker[M, E]):
         self._end(None)
 
     async def wait_until_open(self) -> None:
-        """Raises the error of the call, or DeadlineExceeded."""
+        """Raises the error of the call, or DeadlineExceeded after the connection's timeout."""
         timeout = self._connection.timeout
         try:
             async with asyncio.timeout(timeout):
@@ -150,10 +151,10 @@ class StreamWorker(BaseWorker[M, E]):
         return event
 
     def _wake_in(self, seconds: float | None) -> None:
-        """Ends a wait in so many seconds, or earlier, to acknowledge events; None: never.
+        """Ends a wait after ``seconds`` at the latest, to acknowledge events; None: never.
 
         A timer for each wait would cost more than reading an event. So one timer serves all waits
-        until it fires. An acknowledgement that becomes due later is never due before it.
+        until it fires. It is never too late, because later acknowledgements are due after it.
         """
         if seconds is not None and self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(seconds, self._on_timer)

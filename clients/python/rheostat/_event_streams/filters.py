@@ -13,7 +13,7 @@ from rheostat_wire.v1 import capture_service_pb2
 def request_filter(
     requests: str | Iterable[str] | None, labels: Mapping[str, str] | None, every: bool
 ) -> capture_service_pb2.RequestFilter | None:
-    """The filter of these arguments, of which one may be given; None: none is.
+    """The filter of these arguments; None if none is given.
 
     Raises InvalidRequest if several are given, or one is malformed.
     """
@@ -27,7 +27,7 @@ def request_filter(
         if not texts:
             raise invalid(
                 path,
-                "labels= is empty: name at least one label, or select every request by every=True",
+                "labels= is empty: name at least one label, or select all with every=True",
                 "REASON_MISSING_FIELD",
             )
         message.labels.labels.update(texts)

@@ -11,13 +11,14 @@ from rheostat._errors import Cancelled, RheostatError, Unavailable
 
 _FIRST_PAUSE = 0.02
 _LONGEST_PAUSE = 2.0
+"""Seconds. The first attempt has no pause; then the pauses double, up to the longest."""
 
 LOG = logging.getLogger("rheostat")
 """If the program configures no logging, Python prints its warnings on stderr."""
 
 
 class Reconnecting(Protocol):
-    """What the policy needs of the state of a stream."""
+    """The part of a stream's state that the policy reads."""
 
     id: str
     reconnect_timeout: float
@@ -34,20 +35,21 @@ class ReconnectPolicy:
     def __init__(self, state: Reconnecting, target: str) -> None:
         self._state = state
         self._target = target
-        self._since: float | None = None
+        self._lost_at: float | None = None
+        """When the connection was lost; None while it works."""
         self._pause = 0.0
 
     def on_message(self) -> None:
         """A message arrived, so the connection works again."""
-        if self._since is not None:
-            lasted = time.monotonic() - self._since
+        if self._lost_at is not None:
+            lasted = time.monotonic() - self._lost_at
             LOG.warning(
                 "%s %s continues after %.1f s; no event is lost",
                 self._state.kind,
                 self._state.id,
                 lasted,
             )
-        self._since, self._pause = None, 0.0
+        self._lost_at, self._pause = None, 0.0
 
     def pause(self, error: RheostatError) -> float:
         """Seconds to wait before connecting again.
@@ -57,8 +59,8 @@ class ReconnectPolicy:
         if error.reason or not isinstance(error, Unavailable | Cancelled):
             raise error
         now, timeout = time.monotonic(), self._state.reconnect_timeout
-        if self._since is None:
-            self._since = now
+        if self._lost_at is None:
+            self._lost_at = now
             LOG.warning(
                 "the connection to %s was lost; trying for %g s to resume %s %s",
                 self._target,
@@ -66,7 +68,7 @@ class ReconnectPolicy:
                 self._state.kind,
                 self._state.id,
             )
-        elif now - self._since > timeout:
+        elif now - self._lost_at > timeout:
             raise Unavailable(
                 f"could not connect to {self._target} within {timeout:g} s{self._state.when_lost}",
                 details=error.details,

@@ -1,4 +1,4 @@
-"""The state of a stream of events, which both clients share. Subscriptions and watches derive it.
+"""The state of a stream of events, shared by both clients; base of subscriptions and watches.
 
 Invariants:
 
@@ -34,6 +34,7 @@ CLOSE_TIMEOUT = 5.0
 _ACK_EVENTS = 64
 _ACK_BYTES = 8 * 1024 * 1024
 _ACK_SECONDS = 0.2
+"""An acknowledgement is due after so many events, bytes of payload, or seconds."""
 
 M = TypeVar("M", capture_service_pb2.SubscribeResponse, monitor_service_pb2.WatchResponse)
 """The messages of the server."""
@@ -77,11 +78,11 @@ class EventStreamState(ABC, Generic[M, E]):
     """The events and acknowledgements of one stream. Only one thread uses it at a time."""
 
     kind: ClassVar[str]
-    """What errors and the log call the stream."""
+    """The noun for the stream in errors and in the log."""
     when_lost: ClassVar[str] = ""
-    """What to do if no server answers any more, as the end of an error."""
+    """Advice if no server answers any more; it ends an error's text."""
     when_closed: ClassVar[str]
-    """What to do instead of reading a closed stream."""
+    """Advice if a closed stream is read."""
     requests: ClassVar[
         type[capture_service_pb2.SubscribeRequest] | type[monitor_service_pb2.WatchRequest]
     ]
@@ -94,7 +95,7 @@ class EventStreamState(ABC, Generic[M, E]):
 
         Args:
             name: id of the stream to resume; empty: open a new one.
-            after: number of the last event that was read of it.
+            after: number of the last event that was read.
             credit: bytes that may wait in the client.
             ack: when an event is acknowledged.
             buffer: bytes of the server's buffer; None: not known.
@@ -102,8 +103,9 @@ class EventStreamState(ABC, Generic[M, E]):
         if ack not in ("auto", "manual"):
             raise invalid("ack", f'ack is "auto" or "manual", not {ack!r}')
         self.id = ""
-        """Set once the server has opened it."""
+        """Empty until the server has opened the stream."""
         self.missed: dict[str, str] = {}
+        """Selected requests that the stream does not read, and the reasons."""
         self.last_heartbeat: Heartbeat | None = None
         self.reconnect_timeout = RECONNECT_TIMEOUT
         """Seconds for which the server keeps the stream after a connection broke."""
@@ -116,13 +118,18 @@ class EventStreamState(ABC, Generic[M, E]):
         self._credit = 0
         """Bytes that the server may send."""
         self._received = after
+        """Number of the last event that arrived."""
         self._delivered = _Progress(after)
+        """Up to the last event that the program read."""
         self._processed = _Progress(after)
+        """Up to the last event that the program processed."""
         self._acknowledged = _Progress(after)
         self._acknowledged_at = time.monotonic()
         self._flush = False
+        """Whether the next `due_requests` sends even a small ack and credit."""
         self._discarding = False
         self._ack_bytes = min(_ACK_BYTES, (buffer or self._window) // 8, self._window // 8)
+        """Bytes after which an acknowledgement is due; until then they fill the server's buffer."""
 
     @property
     @abstractmethod
@@ -140,7 +147,7 @@ class EventStreamState(ABC, Generic[M, E]):
 
     @abstractmethod
     def _opened(self, message: M) -> None:
-        """Stores what the server says of the stream at the beginning of a call."""
+        """Stores the fields of the server's first message of a call."""
 
     @abstractmethod
     def _payload(self, message: M) -> int:
@@ -160,7 +167,7 @@ class EventStreamState(ABC, Generic[M, E]):
         self._acknowledged = self._processed
         request = self._opening()
         request.open.credit_bytes = self._credit
-        request.open.batches = True
+        request.open.batches = True  # the server may join events into one message
         return request
 
     def add(self, message: M) -> None:
@@ -195,7 +202,7 @@ class EventStreamState(ABC, Generic[M, E]):
             return
         if message.sequence > self._received + 1:
             raise DataLoss(
-                f"event {message.sequence} came after event {self._received}",
+                f"event {message.sequence} came after event {self._received}: events are missing",
                 reason="REASON_ROWS_LOST",
             )
         self._received = message.sequence
@@ -235,7 +242,7 @@ class EventStreamState(ABC, Generic[M, E]):
         self._flush = True
 
     def leave_requests(self, *, end: bool = False) -> list[Request]:
-        """The last requests of a call: an ack, and a leave message that may also end it."""
+        """The last requests of a call: an ack and a leave message. ``end``: also end the stream."""
         self.flush()
         leave = self.requests(leave=capture_service_pb2.SubscribeLeave(end=end))
         return [message for message in self.due_requests() if message.HasField("ack")] + [leave]
@@ -268,15 +275,16 @@ class EventStreamState(ABC, Generic[M, E]):
         if (
             processed.sequence - sent.sequence >= _ACK_EVENTS
             or processed.bytes - sent.bytes >= self._ack_bytes
-            # The server reads messages one at a time. Behind an acknowledgement for each short
-            # request, credit would come too late, and the buffer of the server would fill.
+            # The end of a request is acknowledged at once, but only if no event waits. The server
+            # reads messages one at a time: behind an acknowledgement for each of many short
+            # requests, credit would come too late, and the server's buffer would fill.
             or (processed.ended > sent.ended and not self._queue)
         ):
             return 0
         return max(0.0, self._acknowledged_at + _ACK_SECONDS - time.monotonic())
 
     def closed_error(self) -> Refused:
-        """The error of reading or acknowledging after it was closed or left."""
+        """The error of reading or acknowledging a stream that was closed or left."""
         return Refused(f"the {self.kind} is closed: {self.when_closed}")
 
     def ended_early_error(self) -> ServerError:

@@ -22,7 +22,7 @@ class EventStream(Generic[M, E]):
     """The methods that a subscription and a watch have in common: an iterator of events."""
 
     def __init__(self, connection: Connection, state: EventStreamState[M, E]) -> None:
-        """Returns once the server has opened it."""
+        """Returns once the server has opened the stream."""
         self._worker: StreamWorker[M, E] = StreamWorker(connection, state)
         worker = self._worker
         weakref.finalize(self, worker.abandon)
@@ -37,18 +37,19 @@ class EventStream(Generic[M, E]):
         return self._worker.next_event()
 
     def finish(self) -> None:
-        """Take no further readings or rows; buffered events still arrive, then iterating ends.
+        """Take no further rows or readings; iterating ends after the events that remain.
 
-        Each running request gets its last event, with what was read of it.
+        These are the buffered events, and the last event of each running request, which sums up
+        its rows or readings so far.
         """
         self._worker.finish()
 
     def close(self) -> None:
-        """End it, and drop events that were not read. Wakes the thread that iterates.
+        """End the stream, and drop events that were not read. Iterating in another thread ends.
 
-        Returns when the server has ended it. After 5 seconds it logs a warning and continues in the
-        background; the server drops it after its resume window at the latest. Does nothing if it
-        has ended already.
+        Returns once the server has ended the stream, or after 5 seconds with a warning in the log.
+        Closing then continues in the background, and the server drops the stream after its resume
+        window at the latest. Does nothing if the stream has ended already.
         """
         self._worker.close()
 
@@ -120,7 +121,7 @@ class StreamWorker(BaseWorker[M, E]):
         self._end(None)
 
     def wait_until_open(self) -> None:
-        """Raises the error of the call, or DeadlineExceeded."""
+        """Raises the error of the call, or DeadlineExceeded after the connection's timeout."""
         timeout = self._connection.timeout
         with self._changed:
             self._wait(lambda: self._ended or bool(self._state.id), timeout)

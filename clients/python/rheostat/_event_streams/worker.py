@@ -51,7 +51,7 @@ class BaseWorker(ABC, Generic[M, E]):
         self._closer: object = None
         """The thread or task that closed the stream before its end."""
         self._end_read = False
-        """The reader got all events up to the end."""
+        """The reader has got the last event."""
         self._ended = False
         """No further events arrive."""
         self._failure: RheostatError | None = None
@@ -114,12 +114,15 @@ class BaseWorker(ABC, Generic[M, E]):
             self._state.flush()
             self._send_due()
 
-    def act(self, act: Callable[[], T]) -> T:
-        """Changes the state, and sends what is due then. Raises Refused if nothing can be sent."""
+    def act(self, change: Callable[[], T]) -> T:
+        """Runs ``change``, which changes the state, and sends the requests that are then due.
+
+        Raises Refused if nothing can be sent.
+        """
         with self._lock:
             if self._finishing or self._leaving or self._ended or self._stopped:
                 raise self._state.closed_error() from self._failure
-            result = act()
+            result = change()
             self._send_due()
             return result
 
@@ -190,7 +193,9 @@ class BaseWorker(ABC, Generic[M, E]):
                 self._state.end()
             self._ended = True
             self._failure = self._failure or failure
-            if isinstance(failure, Aborted):  # the call that resumed gets these events
+            if isinstance(
+                failure, Aborted
+            ):  # another call resumed the stream and gets these events
                 self._state.discard()
             if self._responses is not None:
                 self._responses.cancel()
