@@ -1,4 +1,4 @@
-"""What a notebook shows: results as HTML or pictures, and results that grow.
+"""Results in notebooks: as HTML or pictures, updated while they grow.
 
 All texts in HTML are escaped, because they may come from a model.
 """
@@ -23,7 +23,7 @@ T = TypeVar("T")
 _INTERVAL = 0.4
 """Least pause between two calls, in seconds."""
 _PAUSE = 4
-"""A pause is at least this many times as long as the call before it."""
+"""A pause lasts at least so many times as long as the call before it."""
 
 
 def table(head: tuple[str, str], rows: Iterable[tuple[str, str]]) -> str:
@@ -43,10 +43,10 @@ def passage(text: str) -> str:
 
 
 class Watcher(Generic[T]):
-    """Calls a function with the result so far, a few times a second.
+    """Calls a function with the result so far, a few times a second at most.
 
-    The function may draw a large picture. Nothing is read while it draws, so a slow function is
-    called less often.
+    The function may draw a large picture. No further result arrives while it draws, so a slow
+    function is called less often.
     """
 
     def __init__(self, update: Callable[[T], None]) -> None:
@@ -67,7 +67,7 @@ class Watcher(Generic[T]):
 
 
 class Picture:
-    """What a notebook shows: a figure, or text if matplotlib is missing."""
+    """An output of a notebook: a figure, or text if matplotlib is missing."""
 
     def __init__(self, text: str, draw: Callable[[], Figure]) -> None:
         self._text = text
@@ -94,7 +94,7 @@ class _Handle(Protocol):
 
 
 def notebook_output(picture: Callable[[T], object]) -> Callable[[T], None] | None:
-    """A function that draws into an output of the notebook, if a notebook runs this program.
+    """A function that shows a result in one output of the notebook; None outside of notebooks.
 
     A notebook has loaded IPython already, so no other program pays for importing it.
     """
@@ -118,13 +118,13 @@ def notebook_output(picture: Callable[[T], object]) -> Callable[[T], None] | Non
 
 
 def show_in_notebook(figure: Figure) -> Figure:
-    """Teach a notebook to show a figure; matplotlib.pyplot would, but is slow to import."""
+    """Make notebooks show a figure; matplotlib.pyplot does so too, but is slow to import."""
     vars(figure)["_repr_png_"] = partial(png, figure)
     return figure
 
 
 def png(figure: Figure) -> bytes:
-    """A figure as a file."""
+    """A figure as a PNG file."""
     file = BytesIO()
     figure.savefig(file, format="png")
     return file.getvalue()
