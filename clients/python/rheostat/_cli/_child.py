@@ -26,6 +26,7 @@ _POLL = 0.5
 _STARTUP = 900.0
 _UNREACHABLE = 10.0
 _TERMINATION = 30.0
+"""Seconds: between health checks, until ready, without an answer, and until stopped."""
 _LAST_LINES = 12
 _NOTE_WIDTH = 60
 _OWN_MESSAGE = re.compile(r"^\S+ \S+ INFO rheostat_server\S*: (.+)$", re.MULTILINE)
@@ -36,8 +37,8 @@ _OWN_MESSAGE = re.compile(r"^\S+ \S+ INFO rheostat_server\S*: (.+)$", re.MULTILI
 def demo_server() -> Iterator[str]:
     """Serve the bundled model on a free port; yields the target once the server is ready.
 
-    The server ends with the block. So it also ends on SIGTERM or SIGHUP within
-    `exiting_on_signals`, in which `main` runs every command.
+    The server stops at the end of the block. SIGTERM and SIGHUP end the block too, because `main`
+    runs every command within `exiting_on_signals`.
     """
     target = f"127.0.0.1:{_free_port()}"
     with tempfile.TemporaryDirectory(prefix="rheostat-") as folder:
@@ -55,7 +56,7 @@ def demo_server() -> Iterator[str]:
             with Phase("starting a server with the demo model") as phase:
 
                 def check() -> None:
-                    lines = _lines(log)
+                    lines = _last_lines(log)
                     if child.poll() is not None:
                         raise CommandError(f"the server ended: {_reason(lines)}")
                     phase.note(progress_in(log))
@@ -99,7 +100,7 @@ def wait_until_serving(
             if now - answered > unreachable:
                 raise CommandError(f"no server answers at {target}: {START_ONE}")
             if now - began > _STARTUP:
-                raise CommandError(f"the server at {target} does not become ready")
+                raise CommandError(f"the server at {target} was not ready after {_STARTUP:g} s")
             time.sleep(_POLL)
 
 
@@ -119,13 +120,13 @@ def _stop(child: subprocess.Popen[bytes]) -> None:
         child.wait()
 
 
-def _lines(log: Path) -> list[str]:
+def _last_lines(log: Path) -> list[str]:
     lines = log.read_text(errors="replace").splitlines()
     return [line.strip() for line in lines[-_LAST_LINES:] if line.strip()]
 
 
 def progress_in(log: Path) -> str:
-    """The last log line of the server itself, "" if there is none.
+    """The last line that the server itself has logged; "" if there is none.
 
     Lines of vLLM are skipped, because its warnings on a CPU read like failures.
     """
@@ -136,4 +137,4 @@ def progress_in(log: Path) -> str:
 def _reason(lines: list[str]) -> str:
     """The line with the cause: the command's own message, or else the last line."""
     own = [line for line in lines if line.startswith("rheostat: ")]
-    return (own or lines or ["it said nothing"])[-1].removeprefix("rheostat: ")
+    return (own or lines or ["it printed nothing"])[-1].removeprefix("rheostat: ")

@@ -57,9 +57,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the cause and the command for help, then exit with code 2."""
-        self.exit(
-            2, f"{self.prog}: {self._message(message)}\n  {self.prog} --help shows what there is\n"
-        )
+        self.exit(2, f"{self.prog}: {self._message(message)}\n  see {self.prog} --help\n")
 
     def unknown(self, words: Sequence[str]) -> NoReturn:
         """Exit with code 2 because of arguments that the command does not have."""
@@ -81,7 +79,7 @@ class Parser(argparse.ArgumentParser):
         return ""
 
     def _one_of(self, group: argparse._MutuallyExclusiveGroup) -> str:
-        """As ", and one of --request, --every", if the group is required and no flag of it came."""
+        """As ", and one of --request, --every", if one is required and none is given; else ""."""
         flags = [flag for action in group._group_actions for flag in action.option_strings]
         given = any(word.partition("=")[0] in flags for word in self._words)
         if given or not group.required:
@@ -90,6 +88,7 @@ class Parser(argparse.ArgumentParser):
         return f", and one of {', '.join(firsts)}"
 
     def _message(self, message: str) -> str:
+        """argparse's message in clearer words, with the choices or the value that is missing."""
         match = _CHOICE.fullmatch(message)
         if match is None:
             message = message.removeprefix("argument ")
@@ -139,8 +138,8 @@ def add_target(parser: argparse.ArgumentParser) -> None:
         type=_seconds,
         const=READY_TIMEOUT,
         metavar="SECONDS",
-        help="wait until the server has loaded its model "
-        f"(default: at most {READY_TIMEOUT:g} s); write it last, or --wait=SECONDS",
+        help="wait until the server has loaded its model, at most SECONDS "
+        f"({READY_TIMEOUT:g} if not given); write --wait without SECONDS last",
     )
 
 
@@ -159,7 +158,7 @@ def warn(message: str) -> None:
     print(f"rheostat: {message}", file=sys.stderr)
 
 
-def may_write(path: Path, force: bool) -> None:
+def check_writable(path: Path, force: bool) -> None:
     """Raise CommandError if the file cannot be written, or exists and ``force`` is not given."""
     folder = path.parent
     if not folder.is_dir():
@@ -173,7 +172,7 @@ def may_write(path: Path, force: bool) -> None:
 
 
 def add_force(parser: argparse.ArgumentParser) -> None:
-    """Add ``--force`` to a command that writes a file, for `may_write`."""
+    """Add ``--force`` to a command that writes a file, for `check_writable`."""
     parser.add_argument("--force", action="store_true", help="replace an existing file")
 
 
@@ -200,7 +199,7 @@ def _seconds(text: str) -> float:
         seconds = -1.0
     if not 0 <= seconds < float("inf"):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no number of seconds; without one, --wait comes last"
+            f"{text!r} is no number of seconds; write --wait without one last"
         )
     return seconds
 
@@ -236,6 +235,6 @@ def layers(text: str) -> LayersLike:
         if not layer_range:
             raise argparse.ArgumentTypeError(f"{part.strip()} counts down: write {last}-{first}")
         if len(numbers) + (layer_range.stop - layer_range.start) > _MOST_LAYERS:
-            raise argparse.ArgumentTypeError(f"at most {_MOST_LAYERS} layers go together")
+            raise argparse.ArgumentTypeError(f"these are more than {_MOST_LAYERS} layers")
         numbers.extend(layer_range)
     return numbers

@@ -1,4 +1,4 @@
-"""Flags that select other clients' requests, of subscribe and watch."""
+"""The flags of subscribe and watch that select other clients' requests and their tokens."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def add_filter(parser: argparse.ArgumentParser) -> None:
     """Add ``--request``, ``--label`` and ``--every``, of which one is required."""
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument(
-        "--request", action="append", metavar="ID", help="watch this request; may be repeated"
+        "--request", action="append", metavar="ID", help="select this request; may be repeated"
     )
     which.add_argument(
         "--label",
         action="append",
         type=label,
         metavar="KEY=VALUE",
-        help="watch requests with this label; if repeated, requests with all of them",
+        help="select requests with this label; if repeated, requests with all of them",
     )
-    which.add_argument("--every", action="store_true", help="watch every request")
+    which.add_argument("--every", action="store_true", help="select every request")
 
 
 def selected(args: argparse.Namespace) -> Selected:
@@ -41,15 +41,15 @@ def selected(args: argparse.Namespace) -> Selected:
 
 
 def add_where(
-    parser: argparse.ArgumentParser, default: str | None = "all", shown: str = "all"
+    parser: argparse.ArgumentParser, default: str | None = "all", default_text: str = "all"
 ) -> None:
-    """Add ``--where``, the tokens that are read. ``shown`` describes the default."""
+    """Add ``--where``, the tokens that are read. ``default_text`` describes the default."""
     parser.add_argument(
         "--where",
         type=_where,
         default=default,
         help="prompt, generated, all, or positions: -1 is the last prompt token; write several "
-        f"as --where=0,-1 (default: {shown})",
+        f"as --where=0,-1 (default: {default_text})",
     )
 
 

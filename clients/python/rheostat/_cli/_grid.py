@@ -32,35 +32,39 @@ def shaded(result: SweepResult, width: int, height: int, grade: str | None = Non
     skipped.flat[list(result.skipped)] = True
     rows, columns = effects.shape
     room = max(width - margin, 1)
-    cell = 2 if 0 < 2 * columns <= room else 1
-    tall = max(-(-rows // max(height - 1, 1)), 1)
-    wide = max(-(-columns // room), 1)
-    reach = float(np.nanmax(np.abs(effects), initial=0.0)) or 1.0
+    cell_width = 2 if 0 < 2 * columns <= room else 1
+    cell_rows = max(-(-rows // max(height - 1, 1)), 1)
+    cell_columns = max(-(-columns // room), 1)
+    largest = float(np.nanmax(np.abs(effects), initial=0.0)) or 1.0
     lines = []
-    for top in range(rows - 1, -1, -tall):
-        bottom = max(top - tall + 1, 0)
+    for top in range(rows - 1, -1, -cell_rows):
+        bottom = max(top - cell_rows + 1, 0)
+        blocks = (
+            np.s_[bottom : top + 1, left : left + cell_columns]
+            for left in range(0, columns, cell_columns)
+        )
         line = "".join(
-            _cell(effects[bottom : top + 1, at], skipped[bottom : top + 1, at], reach, cell)
-            for at in (slice(start, start + wide) for start in range(0, columns, wide))
+            _cell(effects[block], skipped[block], largest, cell_width) for block in blocks
         )
         lines.append(f"{names[bottom]:>{margin - 1}} {line}")
-    return [*lines, " " * margin + _axis(columns, wide, cell)[:room].rstrip()]
+    return [*lines, " " * margin + _axis(columns, cell_columns, cell_width)[:room].rstrip()]
 
 
-def _cell(effects: Grid, skipped: npt.NDArray[np.bool_], reach: float, cell: int) -> str:
-    """One character, repeated, for some cells."""
+def _cell(effects: Grid, skipped: npt.NDArray[np.bool_], largest: float, width: int) -> str:
+    """One character, ``width`` times, for a block of cells."""
     if np.isnan(effects).all():
-        return (_SKIPPED if skipped.all() else _PENDING) * cell
+        return (_SKIPPED if skipped.all() else _PENDING) * width
     effect = float(effects.flat[np.nanargmax(np.abs(effects))])
-    shade = _SHADES[round((len(_SHADES) - 1) * abs(effect) / reach)]
-    return f"{_BLUE if effect > 0 else _RED}{shade * cell}{_PLAIN}" if shade != " " else " " * cell
+    shade = _SHADES[round((len(_SHADES) - 1) * abs(effect) / largest)]
+    colour = _BLUE if effect > 0 else _RED
+    return f"{colour}{shade * width}{_PLAIN}" if shade != " " else " " * width
 
 
-def _axis(columns: int, wide: int, cell: int) -> str:
-    """Numbers of columns below the grid, from the left edge of each."""
+def _axis(columns: int, cell_columns: int, cell_width: int) -> str:
+    """The line below the grid: numbers of columns, each from the left edge of its column."""
     line = ""
-    for number in range(0, columns, _TICK * wide):
-        at = number // wide * cell
+    for number in range(0, columns, _TICK * cell_columns):
+        at = number // cell_columns * cell_width
         if len(line) <= at:
             line = line.ljust(at) + str(number)
     return line
@@ -69,8 +73,8 @@ def _axis(columns: int, wide: int, cell: int) -> str:
 def table(result: SweepResult, grade: str | None = None) -> list[str]:
     """A line for each site and a number for each column.
 
-    Signs stand for cells within the noise and for those without a value. A cell that zoom has left
-    out is blank.
+    "~" stands for a value within the noise, "-" for a skipped cell. A cell that zoom left out is
+    blank.
     """
     values = result.array(grade)
     heads = [_short(label) for label in result.labels]

@@ -23,7 +23,7 @@ _HELP = {
     "--steer": ("NAME[:SCALE]", "add SCALE times a stored vector (default: 1)"),
     "--norm-add": (
         "NAME[:SCALE]",
-        "add its direction, as long as SCALE norms of the residual stream (default: 1)",
+        "add the vector's direction with SCALE times the norm of the residual stream (default: 1)",
     ),
     "--ablate": (
         "NAME[,NAME...][:STRENGTH]",

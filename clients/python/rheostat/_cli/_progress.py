@@ -37,7 +37,7 @@ class Phase:
         self._began = time.monotonic()
 
     def note(self, text: str) -> None:
-        """Show ``text`` behind the title."""
+        """Show ``text`` after the title."""
         self._note = text
 
     def show(self, lines: Sequence[str]) -> None:
@@ -85,7 +85,7 @@ class Phase:
             print(f"{self._title}: {self._seconds()} s{note}", file=self._stream, flush=True)
 
     def _write(self, line: str) -> None:
-        """Replace what was written before."""
+        """Replace the lines of the last call."""
         start = f"\x1b[{self._height}F\x1b[J" if self._height else "\r\x1b[K"
         lines = self._shown
         self._stream.write(start + "\n".join([*lines, line]))

@@ -44,7 +44,7 @@ def lines(event: WatchEvent, bounds: Bounds) -> list[str]:
                 f"{event.request_id} begins: {counted(event.prompt_token_count, 'prompt token')}"
             ]
         case SignalsDropped():
-            where = shown(event.positions)
+            where = show_positions(event.positions)
             return [f"{event.request_id} sample {event.sample} lost its readings at {where}"]
         case WatchedRequestEnded():
             return [_end_line(event)]
@@ -61,7 +61,7 @@ def _readings_line(readings: Readings, bounds: Bounds) -> str:
     stops = "".join(
         f"; stop: {bounds[rule].passed(readings, at)}" for rule, at in readings.firings.items()
     )
-    where = shown(readings.positions)
+    where = show_positions(readings.positions)
     return f"{readings.request_id} sample {readings.sample} at {where}: {numbers}{stops}"
 
 
@@ -154,7 +154,7 @@ class Curves:
         self._ends: dict[str, str] = {}
 
     def add(self, event: WatchEvent) -> None:
-        """Take the readings or the end of an event."""
+        """Take the readings of an event, or the end of its request."""
         match event:
             case WatchedSignals():
                 for readings in event:
@@ -176,9 +176,9 @@ class Curves:
             self._stops.setdefault(readings.request_id, self._bounds[rule].passed(readings, at))
 
     def lines(self, width: int, height: int) -> list[str]:
-        """At most ``height`` lines of at most ``width`` characters, and forgets what is not shown.
+        """At most ``height`` lines of at most ``width`` characters.
 
-        Samples that have ended give way first, the oldest before the others.
+        Forgets the samples for which there is no room: first those that have ended, oldest first.
         """
         most = max(height // max(len(self._names), 1), 1)
         ended = [key for key in self._numbers if key[0] in self._ends]
@@ -210,7 +210,7 @@ def _curve(numbers: Sequence[float]) -> str:
     return "".join(_BLOCKS[round((number - low) * scale)] for number in numbers)
 
 
-def shown(positions: npt.NDArray[np.int64]) -> str:
+def show_positions(positions: npt.NDArray[np.int64]) -> str:
     """As "0-4, 7"."""
     ends = np.flatnonzero(np.diff(positions) > 1) + 1
     runs = [(int(run[0]), int(run[-1])) for run in np.split(positions, ends) if len(run)]

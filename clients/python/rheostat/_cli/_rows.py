@@ -32,8 +32,8 @@ def check_layers(vector: Vector, model: ModelInfo) -> None:
 def part(vector: Vector, points: tuple[Point, ...] | None, layers: Layers | None) -> Vector:
     """The vector at some of its points and layers, with the rows of those layers.
 
-    Points and layers that the vector lacks are set to these. Raises CommandError for points or
-    layers that are not among those of the vector.
+    A vector without points or layers gets these. Raises CommandError for points or layers that are
+    not the vector's.
     """
     if points is not None and vector.points is not None:
         foreign = [point for point in points if point not in vector.points]

@@ -1,7 +1,7 @@
-"""Bounds at which ``rheostat watch`` ends requests: as they are typed, as rules, and in words.
+"""Bounds at which ``rheostat watch`` ends requests: as typed, as conditions of rules, and as text.
 
-The owner of a request sees the words as the label of the stop. So they name the probe and the
-number, not the rule of the watch.
+The client whose request ends receives the text as the label of the stop. So it names the probe and
+the number, not the watch's rule, which that client does not know.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _POOLED: dict[Pool, str] = {"last": "", "mean": "mean of ", "max": "largest "}
 
 @dataclass(frozen=True)
 class Bound:
-    """A bound of what a probe reads. Requests that read beyond it end."""
+    """A bound for a probe's readings. A request with a reading beyond it ends."""
 
     probe: str
     """The name of its vector, as typed."""
@@ -33,7 +33,7 @@ class Bound:
     """Whether smaller numbers end a request, not larger ones."""
     number: float
     pool: Pool = "last"
-    """The compared number of a token: its own reading, or the mean or largest up to it."""
+    """The number that is compared at a token: its reading, or the mean or largest so far."""
 
     @property
     def flag(self) -> str:
@@ -48,19 +48,19 @@ class Bound:
     def passed(self, readings: Readings, positions: IntArray) -> str:
         """The first position at which a sample was beyond it, as "mood 3 is above 2.5 at 14".
 
-        Means and largest numbers are compared, but not sent. So with these pools the text has no
-        number: "mean of mood is above 2.5 at 14".
+        The server sends readings, not their mean or largest. So with these pools the text has only
+        the bound: "mean of mood is above 2.5 at 14".
 
         Args:
             readings: what was read of the sample in this step.
             positions: the positions at which it was beyond the bound.
         """
         first = int(positions[0])
-        what = self._read(readings, first) if self.pool == "last" else self._counts
+        what = self._read(readings, first) if self.pool == "last" else self._quantity
         return f"{what} is {self._beyond} at {first}"
 
     def _read(self, readings: Readings, position: int) -> str:
-        """What the probe read at the position, at the site that was farthest beyond the bound."""
+        """The probe's reading at the position, at the site that was farthest beyond the bound."""
         columns = column_numbers(probe_name(self.probe), readings.columns)
         values = readings.values[readings.positions == position][:, columns]
         if np.isnan(values).all():
@@ -70,7 +70,7 @@ class Bound:
         return f"{name} {values.flat[farthest]:g}"
 
     @property
-    def _counts(self) -> str:
+    def _quantity(self) -> str:
         return f"{_POOLED[self.pool]}{self.probe}"
 
     @property
@@ -79,7 +79,7 @@ class Bound:
 
     def __str__(self) -> str:
         """As "mood above 2.5"."""
-        return f"{self._counts} {self._beyond}"
+        return f"{self._quantity} {self._beyond}"
 
 
 Bounds: TypeAlias = Mapping[str, Bound]
@@ -97,7 +97,7 @@ def read_below(text: str) -> Bound:
 
 
 def probe_name(vector: str) -> str:
-    """The name of the probe along a vector: names of probes have no slash."""
+    """The name of the probe along a vector, without slashes, which probe names cannot have."""
     return vector.replace("/", ".")
 
 

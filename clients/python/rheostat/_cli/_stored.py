@@ -33,7 +33,7 @@ def stored(engine: Engine, text: str) -> Vector:
         for info in engine.vectors.list(text):
             if info.vector.name == text:
                 return info.vector
-        hint = did_you_mean(text, names(engine, ""))
+        hint = did_you_mean(text, digests_by_name(engine, ""))
         raise NotFound(f"no vector is named {text!r}{hint}", reason="REASON_NAME_NOT_FOUND")
     listed = [info.vector for info in engine.vectors.list()]
     matches = [vector for vector in listed if vector.name == text] or [
@@ -42,7 +42,7 @@ def stored(engine: Engine, text: str) -> Vector:
     digests = {vector.digest for vector in matches}
     if not matches:
         raise NotFound(
-            f"no vector is named {text!r} or has a digest that begins so",
+            f"no vector is named {text!r} or has a digest that begins with it",
             reason="REASON_VECTOR_NOT_FOUND",
         )
     if len(digests) > 1:
@@ -66,8 +66,8 @@ def fetched(engine: Engine, text: str) -> Vector:
     )
 
 
-def names(engine: Engine, prefix: str) -> dict[str, str]:
-    """The digests of the names that begin with ``prefix``, by name."""
+def digests_by_name(engine: Engine, prefix: str) -> dict[str, str]:
+    """The digest of each name that begins with ``prefix``."""
     return {
         info.vector.name: info.vector.digest
         for info in engine.vectors.list(prefix)
@@ -76,12 +76,12 @@ def names(engine: Engine, prefix: str) -> dict[str, str]:
 
 
 def warn_if_moved(before: dict[str, str], vector: Vector) -> None:
-    """Warn if another vector had the name ``before``."""
+    """Warn if the vector's name was another vector's in ``before``, of `digests_by_name`."""
     digest = before.get(vector.name or "")
     if digest not in (None, vector.digest):
         warn(f"the name {vector.name} moved here from {digest}")
 
 
-def shown(vector: Vector) -> str:
+def short_digest(vector: Vector) -> str:
     """The first digits of the digest, which `stored` accepts."""
     return (vector.digest or "")[:_SHOWN_DIGITS]

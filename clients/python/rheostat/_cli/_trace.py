@@ -1,8 +1,8 @@
 """A causal trace of a fact: one sweep over the layers and positions of two prompts.
 
 Clean and corrupt prompt differ only in the subject. Each cell replaces one row of the corrupt
-prompt by the clean prompt's row, and says which part of the difference between the logits of the
-two answers this restores: 0 nothing, 1 all. docs/causal-tracing.md teaches how to read the grid.
+prompt by the clean prompt's row, and shows how much of the logit difference of the two answers
+this restores: 0 nothing, 1 all. docs/causal-tracing.md explains how to read the grid.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OTHERS = (
 _STREAM = (Point.RESID_PRE, Point.RESID_MID, Point.RESID_POST)
 _DOTS_PER_INCH = 150
 _LEAST_PEAK = 1 / 3
-"""Least recovered part of a position that carries the fact."""
+"""A position carries the fact if a row recovers at least this part of the logit difference."""
 
 
 class Fact(NamedTuple):
@@ -52,7 +52,7 @@ class Fact(NamedTuple):
 
     @property
     def pair(self) -> Pair:
-        """What a sweep exchanges the rows of, and grades by."""
+        """The prompts and answers of a sweep."""
         return Pair(
             self.clean,
             corrupt=self.corrupt,
@@ -109,7 +109,7 @@ def draw(result: SweepResult, fact: Fact, model: str, path: Path) -> None:
 
 
 def peaks(result: SweepResult) -> list[str]:
-    """One line for each position that carries enough of the answer somewhere."""
+    """One line for each position that carries the fact: the layers and how much they recover."""
     lines = []
     for label, column in zip(result.labels, np.nan_to_num(result.array()).T, strict=True):
         best = int(column.argmax())

@@ -16,7 +16,7 @@ def add(commands: Subparsers) -> None:
     """Register the command."""
     parser = commands.add_parser(
         "bench",
-        help="measure the server beside stock vLLM",
+        help="compare the server with stock vLLM",
         description="Run a benchmark; without a name, list them.",
         example="rheostat bench tpot --shape tiny --out results",
     )

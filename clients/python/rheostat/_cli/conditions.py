@@ -11,7 +11,7 @@ import numpy as np
 
 from rheostat._cli._common import Subparsers, add_target, connected, layers, points
 from rheostat._cli._progress import Phase
-from rheostat._cli._stored import names, shown, stored, warn_if_moved
+from rheostat._cli._stored import digests_by_name, short_digest, stored, warn_if_moved
 from rheostat._cli.derive import read_prompts
 from rheostat._connection.channel import default_target
 from rheostat._steering.condition_fits import ConditionFits
@@ -46,7 +46,7 @@ rheostat conditions fit --positive SAD.txt --negative GLAD.txt --points resid_po
 rheostat conditions fit --positive SAD.txt --negative GLAD.txt --points resid_post --layers 2-4 \\
     --vector joy --name gloom
 rheostat conditions fit --positive SAD.txt --negative GLAD.txt --points resid_post --layers all \\
-    --rows prompt_mean --normalise projected_cosine  # conditional activation steering's number""",
+    --rows prompt_mean --normalise projected_cosine  # as in conditional activation steering""",
     )
     for which in ("positive", "negative"):
         fit.add_argument(
@@ -59,7 +59,7 @@ rheostat conditions fit --positive SAD.txt --negative GLAD.txt --points resid_po
         action="append",
         default=[],
         metavar="NAME",
-        help="try a stored vector in place of directions that are made of the prompts; repeatable",
+        help="try a stored vector instead of directions derived from the prompts; may be repeated",
     )
     fit.add_argument(
         "--normalise",
@@ -71,13 +71,13 @@ rheostat conditions fit --positive SAD.txt --negative GLAD.txt --points resid_po
         "--rows",
         choices=get_args(ProbeRows),
         default="each",
-        help="judge prompts by numbers of their tokens (each), or by one number of the mean row of "
-        "the prompt (prompt_mean) (default: each)",
+        help="judge a prompt by a reading of each token (each), or by one reading of its mean row "
+        "(prompt_mean) (default: each)",
     )
     fit.add_argument(
         "--pool",
         choices=_POOLS,
-        help="judge prompts only by the last token, or only by the mean of all (default: try both)",
+        help="judge a prompt by its last reading, or by the mean of all (default: try both)",
     )
     fit.add_argument("--lora", metavar="NAME", help="a loaded adapter to run the prompts under")
     fit.add_argument("--name", help="name to store the best direction under (default: none)")
@@ -89,10 +89,12 @@ rheostat conditions fit --positive SAD.txt --negative GLAD.txt --points resid_po
 def run(args: argparse.Namespace) -> int:
     """Print the best conditions, the best one's vector, and a command that watches with it."""
     if args.pool and args.rows == "prompt_mean":
-        args.parser.error("--pool judges numbers of tokens; --rows prompt_mean reads one number")
+        args.parser.error(
+            "--pool needs a reading of each token, but --rows prompt_mean has only one"
+        )
     positive, negative = read_prompts(args.positive), read_prompts(args.negative)
     with connected(args) as engine:
-        before = names(engine, args.name) if args.name else {}
+        before = digests_by_name(engine, args.name) if args.name else {}
         vectors = [stored(engine, name) for name in args.vector]
         with Phase(f"running {len(positive)} + {len(negative)} prompts") as phase:
             found = engine.conditions.fit(
@@ -127,7 +129,7 @@ def _watch(found: ConditionFits, target: str) -> str:
     come from the prefix cache.
     """
     best = found.best
-    vector = found.vector.name or shown(found.vector)
+    vector = found.vector.name or short_digest(found.vector)
     line = ["rheostat", "watch", "--every"]
     line += ["--target", target] if target != default_target() else []
     line += ["--probe", vector, "--points", best.site.point, "--layers", str(best.site.layer)]

@@ -15,7 +15,7 @@ from rheostat._cli._common import (
     warn,
 )
 from rheostat._cli._progress import Phase
-from rheostat._cli._stored import names, warn_if_moved
+from rheostat._cli._stored import digests_by_name, warn_if_moved
 from rheostat._positions import show_sites
 from rheostat._steering.derivations import METHODS
 
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the statistics of every row, then one line per vector."""
     positive, negative = read_prompts(args.positive), read_prompts(args.negative)
     with connected(args) as engine:
-        before = names(engine, args.name) if args.name else {}
+        before = digests_by_name(engine, args.name) if args.name else {}
         with Phase(f"running {len(positive)} + {len(negative)} prompts") as phase:
             derivation = engine.vectors.derive(
                 positive,

@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _ended_by_others(sample: Sample) -> str:
-    """Which rule of the server, or that a watch, ended the text, and its label; else ""."""
+    """A warning if a rule of the server or a watch ended the text, with its label; else ""."""
     who = {"rule": f"the rule {sample.stop} of the server", "watch": "a watch"}
     if sample.finish_reason not in who:
         return ""
@@ -121,8 +121,8 @@ def _too_long(receipt: Receipt) -> str:
     if times <= _LONGEST_CHANGE:
         return ""
     return (
-        f"the steering at {where} is {times:.3g} times as long as the residual stream, which "
-        "seldom leaves a coherent text: try a smaller number"
+        f"the steering at {where} has {times:.3g} times the norm of the residual stream, which "
+        "seldom leaves a coherent text: try a smaller scale"
     )
 
 

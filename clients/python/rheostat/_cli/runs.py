@@ -10,10 +10,10 @@ from rheostat._cli._common import (
     Subparsers,
     add_force,
     add_target,
+    check_writable,
     connected,
     label,
     layers,
-    may_write,
     points,
 )
 from rheostat._cli._listing import add_json, print_json, print_table
@@ -116,7 +116,7 @@ def run_list(args: argparse.Namespace) -> int:
 def run_get(args: argparse.Namespace) -> int:
     """Save the rows of a run."""
     path = args.file or Path(f"{valid_run_id(args.id)}.safetensors")
-    may_write(path, args.force)
+    check_writable(path, args.force)
     with connected(args) as engine, Phase(f"fetching {args.id}"):
         run = engine.run(args.id)
         rows = engine.read_run(run, args.points, args.layers)

@@ -11,8 +11,8 @@ from rheostat._cli._common import (
     Subparsers,
     add_force,
     add_target,
+    check_writable,
     connected,
-    may_write,
 )
 from rheostat._cli._listing import add_json, print_json
 from rheostat._cli._ops import add_ops, steering
@@ -87,7 +87,7 @@ def run_set(args: argparse.Namespace) -> int:
         before = engine.steering.get_global()
         expected = args.expected_version
         if before.rules and expected is None:
-            expected = before.version  # so that rules that are set meanwhile stay
+            expected = before.version  # fails rather than replace rules that are set meanwhile
         version = engine.steering.set_global(steering(engine, args), expected, rules=before.rules)
     print(f"version {version}")
     return 0
@@ -107,8 +107,8 @@ def run_get(args: argparse.Namespace) -> int:
 
 
 def run_export(args: argparse.Namespace) -> int:
-    """Write the file, and print the version that it has."""
-    may_write(args.file, args.force)
+    """Write the file, and print the version of the policy."""
+    check_writable(args.file, args.force)
     with connected(args) as engine:
         text = engine.steering.export_global()
     try:

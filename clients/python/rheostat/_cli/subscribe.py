@@ -16,13 +16,13 @@ from rheostat._cli._common import (
     Subparsers,
     add_force,
     add_target,
+    check_writable,
     connected,
     layers,
-    may_write,
     points,
 )
 from rheostat._cli._filters import add_filter, add_limit, add_where, selected
-from rheostat._cli._readings import shown
+from rheostat._cli._readings import show_positions
 from rheostat._fields import counted
 from rheostat._responses.results import DroppedRows
 from rheostat._subscriptions.events import CapturedRows, EndOfRequest, SubscriptionEvent
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     if args.out is not None:
         if args.out.suffix != ".npz":
             raise CommandError(f"{args.out} does not end in .npz", 2)
-        may_write(args.out, args.force)
+        check_writable(args.out, args.force)
     columns: _Columns = {}
     with (
         connected(args) as engine,
@@ -116,10 +116,11 @@ def _line(event: SubscriptionEvent) -> str:
         case CapturedRows():
             norm = float(np.linalg.norm(event.values, axis=-1).mean())
             sites = " ".join(map(str, event.sites))
-            return f"{_whose(event)} {sites} at {shown(event.positions)}: mean norm {norm:.4g}"
+            where = show_positions(event.positions)
+            return f"{_whose(event)} {sites} at {where}: mean norm {norm:.4g}"
         case DroppedRows():
             rows = counted(event.row_count, "row")
-            return f"{_whose(event)} lost {rows} at {shown(event.positions)}"
+            return f"{_whose(event)} lost {rows} at {show_positions(event.positions)}"
         case EndOfRequest():
             lost = f", {event.dropped_row_count} lost" if event.dropped_row_count else ""
             how = ", ".join(event.finish_reasons) or "still running"

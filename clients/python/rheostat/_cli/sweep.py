@@ -20,9 +20,9 @@ from rheostat._cli._common import (
     Subparsers,
     add_force,
     add_target,
+    check_writable,
     connected,
     layers,
-    may_write,
     need_matplotlib,
     points,
     warn,
@@ -74,8 +74,10 @@ def _add_corruptions(parser: argparse.ArgumentParser) -> None:
     which.add_argument(
         "--noise-on", metavar="TEXT", help="put noise on the embeddings of this text of the prompt"
     )
-    which.add_argument("--zeros", action="store_true", help="put in zeros")
-    which.add_argument("--run-mean", metavar="ID", help="put in the mean of a stored run's rows")
+    which.add_argument("--zeros", action="store_true", help="replace rows by zeros")
+    which.add_argument(
+        "--run-mean", metavar="ID", help="replace rows by the mean row of a stored run"
+    )
     which.add_argument("--from-run", metavar="ID", help="a stored run of the corrupt prompt")
     noise = parser.add_argument_group("noise", "With --noise-on.")
     noise.add_argument(
@@ -85,11 +87,13 @@ def _add_corruptions(parser: argparse.ArgumentParser) -> None:
         help="standard deviation of the noise, as a multiple of that of the model's token "
         f"embedding (default: {_EMBEDDING_STD:g})",
     )
-    noise.add_argument("--std", type=float, help="the same as a number")
+    noise.add_argument("--std", type=float, help="standard deviation of the noise, as a number")
     noise.add_argument(
-        "--noise-count", type=int, metavar="N", help="noises to average over (default: 10)"
+        "--noise-count", type=int, metavar="N", help="noise samples to average over (default: 10)"
     )
-    noise.add_argument("--noise-seed", type=int, metavar="SEED", help="of the first (default: 0)")
+    noise.add_argument(
+        "--noise-seed", type=int, metavar="SEED", help="seed of the first sample (default: 0)"
+    )
 
 
 def _add_answers(parser: argparse.ArgumentParser) -> None:
@@ -108,8 +112,8 @@ def _add_answers(parser: argparse.ArgumentParser) -> None:
         action="append",
         metavar="GRADE",
         help=f'{", ".join(get_args(Metric))}, or "recovered logprob" and so on; may be repeated '
-        "(default: recovered logit_difference with a foil, else recovered logprob; without a "
-        "corrupt prompt not recovered)",
+        "(default: recovered logit_difference with a foil, else recovered logprob; with --zeros "
+        "and --run-mean, the same without recovered)",
     )
 
 
@@ -139,14 +143,14 @@ def _add_cells(parser: argparse.ArgumentParser) -> None:
         "--direction",
         choices=("denoise", "noise"),
         help="denoise puts clean rows into the corrupt prompt, noise corrupt ones into the clean "
-        "(default: denoise; with --zeros and --run-mean noise)",
+        "(default: denoise; with --zeros and --run-mean, noise)",
     )
     cells.add_argument("--lora", metavar="NAME", help="a loaded adapter to run under")
     cells.add_argument(
         "--keep-runs",
         type=float,
         metavar="SECONDS",
-        help="keep the captured runs, and print their ids",
+        help="keep the captured runs for this time, and print their ids",
     )
 
 
@@ -161,7 +165,7 @@ def _add_files(parser: argparse.ArgumentParser) -> None:
         "--checkpoint",
         type=Path,
         metavar="FILE",
-        help="add each cell as it comes; if the file exists, go on with the cells that it lacks",
+        help="save each cell once it is run; if the file exists, run only the cells that it lacks",
     )
     add_force(parser)
 
@@ -195,7 +199,7 @@ def run(args: argparse.Namespace) -> int:
             raise _failed(error, "use") from error
     try:
         _write(args, result)
-    finally:  # what an hour has computed is shown also if the disk is full
+    finally:  # a full disk must not lose a result that took an hour
         _print(result)
     for path in filter(None, (args.png, args.json, args.save)):
         print(f"wrote {path}")
@@ -203,14 +207,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raise CommandError for flags that do not go together, and for files of another kind."""
+    """Raise CommandError for flags that do not go together, and for files with a wrong suffix."""
     for flag in ("std", "embedding_std", "noise_count", "noise_seed"):
         if getattr(args, flag) is not None and args.noise_on is None:
             raise CommandError(f"{_typed(flag)} is for --noise-on", 2)
     if args.std is not None and args.embedding_std is not None:
         raise CommandError("give --std or --embedding-std, not both", 2)
     if args.answer is None and set(args.grade or [""]) - {"kl", "recovered kl"}:
-        raise CommandError("--answer is required, but for --grade kl", 2)
+        raise CommandError("--answer is required, except with --grade kl", 2)
     if args.foil is None and any("logit_difference" in grade for grade in args.grade or ()):
         raise CommandError("--grade logit_difference needs --foil", 2)
     for flag, suffix in (("png", ".png"), ("save", ".npz"), ("json", None)):
@@ -219,7 +223,7 @@ def _check(args: argparse.Namespace) -> None:
             continue
         if suffix is not None and path.suffix != suffix:
             raise CommandError(f"{path} does not end in {suffix}", 2)
-        may_write(path, args.force)
+        check_writable(path, args.force)
     if args.png is not None:
         need_matplotlib()
 
@@ -355,5 +359,5 @@ def _one_or_two(text: str) -> tuple[int, int]:
     first, comma, second = text.partition(",")
     numbers = (first, second if comma else first)
     if not all(number.isdecimal() and int(number) > 0 for number in numbers):
-        raise argparse.ArgumentTypeError(f"{text!r} is no N or N,M, each at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not N or N,M, each at least 1")
     return int(numbers[0]), int(numbers[1])

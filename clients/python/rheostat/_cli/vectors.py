@@ -15,16 +15,16 @@ from rheostat._cli._common import (
     Subparsers,
     add_force,
     add_target,
+    check_writable,
     connected,
     layers,
-    may_write,
     points,
     warn,
 )
 from rheostat._cli._listing import add_json, print_json, print_table
 from rheostat._cli._progress import Phase
 from rheostat._cli._rows import check_layers, part
-from rheostat._cli._stored import fetched, names, shown, stored, warn_if_moved
+from rheostat._cli._stored import digests_by_name, fetched, short_digest, stored, warn_if_moved
 from rheostat._fields import counted
 from rheostat._files import FORMATS, load_vector, save_vector
 from rheostat._points import show_layers
@@ -59,8 +59,8 @@ rheostat vectors list --all""",
     which.add_argument(
         "--all",
         action="store_true",
-        help="also vectors without a name, such as those that requests carry; --json has them "
-        "in any case",
+        help="also vectors without a name, such as those that requests carry; --json always "
+        "lists them",
     )
     listing.set_defaults(run=run_list)
 
@@ -189,7 +189,7 @@ def run_get(args: argparse.Namespace) -> int:
     if path.suffix not in ("", ".npy"):
         hint = "; rheostat vectors export writes it" if path.suffix[1:] in FORMATS else ""
         raise CommandError(f"{path} does not end in .npy{hint}", 2)
-    may_write(path, args.force)
+    check_writable(path, args.force)
     with connected(args) as engine, Phase(f"fetching {args.name}"):
         vector = fetched(engine, args.name)
     try:
@@ -221,7 +221,7 @@ def run_import(args: argparse.Namespace) -> int:
 
 def run_export(args: argparse.Namespace) -> int:
     """Save a vector, or its rows of some layers."""
-    may_write(args.file, args.force)
+    check_writable(args.file, args.force)
     with connected(args) as engine, Phase(f"fetching {args.name}"):
         vector = part(fetched(engine, args.name), *defaults(args.points, args.layers))
     save_vector(args.file, vector, format=args.format)
@@ -253,7 +253,7 @@ def _put(args: argparse.Namespace, vector: Vector) -> int:
     name: str = args.name or vector.label
     with connected(args) as engine:
         check_layers(vector, engine.model())
-        before = names(engine, name)
+        before = digests_by_name(engine, name)
         with Phase(f"storing {name}") as phase:
             vector = engine.vectors.put(
                 vector,
@@ -301,7 +301,8 @@ def _cells(info: VectorInfo) -> tuple[str, ...]:
         sites = f"{','.join(vector.points)} {show_layers(vector.layers)}"
     shape = str(list(vector.shape or ()))
     return (
-        shown(vector), vector.name or "-", vector.dtype or "-", shape, sites, info.description
+        short_digest(vector), vector.name or "-", vector.dtype or "-",
+        shape, sites, info.description,
     )  # fmt: skip
 
 

@@ -77,8 +77,8 @@ rheostat watch --every --probe joy --limit 10 --json > readings.jsonl""",
             default=[],
             dest="bounds",
             metavar="NAME:NUMBER",
-            help=f"end a request where this probe reads {side}, at the tokens of --where; may be "
-            "repeated",
+            help=f"end a request where this probe reads {side} than NUMBER, at the tokens of "
+            "--where; may be repeated",
         )
     parser.add_argument(
         "--pool",
@@ -90,12 +90,12 @@ rheostat watch --every --probe joy --limit 10 --json > readings.jsonl""",
     parser.add_argument(
         "--after-prompt",
         action="store_true",
-        help="compare only once, at the end of the prompt, the numbers that were read of it",
+        help="compare only once, at the end of the prompt, the readings of the prompt",
     )
     parser.add_argument(
         "--on-lost",
         choices=("continue", "hold", "stop"),
-        help="what becomes of the requests if this command is killed (default: continue)",
+        help="what happens to the requests if this command is killed (default: continue)",
     )
     parser.add_argument("--json", action="store_true", help="print a JSON object for each event")
     add_limit(parser)

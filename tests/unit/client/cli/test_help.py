@@ -94,8 +94,8 @@ def test_a_slip_is_answered_in_two_lines(capsys, line, said):
     lines = err.splitlines()
     assert (code, out, len(lines)) == (2, "", 2)
     assert said in lines[0]
-    assert lines[1].startswith("  rheostat")
-    assert lines[1].endswith("--help shows what there is")
+    assert lines[1].startswith("  see rheostat")
+    assert lines[1].endswith(" --help")
 
 
 @pytest.mark.parametrize(

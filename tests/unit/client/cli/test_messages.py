@@ -104,7 +104,7 @@ def test_a_vector_is_fetched_by_the_beginning_of_its_digest(server, tmp_path, ac
         (
             "99999999",
             1,
-            "no vector is named '99999999' or has a digest that begins so "
+            "no vector is named '99999999' or has a digest that begins with it "
             "[REASON_VECTOR_NOT_FOUND]; rheostat vectors list --all shows what is stored",
         ),
         (
@@ -179,8 +179,8 @@ def test_wait_does_not_take_a_prompt_for_seconds(capsys):
         main(["generate", "--wait", "My day was"])
     assert raised.value.code == 2
     assert capsys.readouterr().err.splitlines()[0] == (
-        "rheostat generate: --wait: 'My day was' is no number of seconds; without one, "
-        "--wait comes last"
+        "rheostat generate: --wait: 'My day was' is no number of seconds; write --wait "
+        "without one last"
     )
 
 
@@ -218,7 +218,7 @@ def test_an_unknown_flag_is_answered_with_the_help_of_its_command(capsys, line, 
     with pytest.raises(SystemExit) as raised:
         main(line)
     assert raised.value.code == 2
-    assert capsys.readouterr().err.endswith(f"\n  {command} --help shows what there is\n")
+    assert capsys.readouterr().err.endswith(f"\n  see {command} --help\n")
 
 
 def test_layers_that_count_down_are_told(capsys):

@@ -233,8 +233,8 @@ def test_the_receipt_is_shown_where_the_server_steered_everyone(server, capsys):
             "RESID_POST",
             "REQUEST",
             8.34,
-            "rheostat: the steering at resid_post[3] is 8.34 times as long as the residual stream, "
-            "which seldom leaves a coherent text: try a smaller number",
+            "rheostat: the steering at resid_post[3] has 8.34 times the norm of the residual "
+            "stream, which seldom leaves a coherent text: try a smaller scale",
         ),
     ],
 )

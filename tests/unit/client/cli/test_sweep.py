@@ -181,7 +181,7 @@ WRONG = [
     (["--zeros", "--positions", "a"], "positions are 3, -1, 2-5 or 0,3-5,-1, not 'a'"),
     (["--zeros", "--positions", "5-3"], "5-3 counts down: write 3-5"),
     (["--zeros", "--positions", "-3--1"], "--positions needs a value; write --positions=VALUE"),
-    (["--zeros", "--zoom", "0"], "'0' is no N or N,M, each at least 1"),
+    (["--zeros", "--zoom", "0"], "'0' is not N or N,M, each at least 1"),
     (["--zeros", "--direction", "nose"], "--direction cannot be 'nose': did you mean 'noise'?"),
     (["--zeros", "--png", "x.jpg"], "x.jpg does not end in .png"),
     (["--zeros", "--save", "x.npy"], "x.npy does not end in .npz"),
@@ -217,7 +217,7 @@ def test_a_divergence_needs_no_answer(scripted, capsys):
     assert asked(scripted).grades[0].token.metric == sweep_pb2.METRIC_KL
     for more in ([], ["--grade", "kl", "--grade", "rank"]):
         assert main([*line, *more]) == 2
-        error = "rheostat: --answer is required, but for --grade kl"
+        error = "rheostat: --answer is required, except with --grade kl"
         assert capsys.readouterr().err.splitlines()[-1] == error
 
 

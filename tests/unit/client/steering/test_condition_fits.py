@@ -469,5 +469,5 @@ def test_the_command_refuses_a_pool_of_the_mean_row(server, tmp_path, capsys):
     with pytest.raises(SystemExit) as raised:
         main(command(server, tmp_path, "--rows", "prompt_mean", "--pool", "mean"))
     assert raised.value.code == 2
-    assert "--rows prompt_mean reads one number" in capsys.readouterr().err
+    assert "--rows prompt_mean has only one" in capsys.readouterr().err
     assert server.asked == []
