@@ -12,7 +12,13 @@ from pathlib import Path
 from rheostat import aio
 from rheostat._cli import _tone, _trace
 from rheostat._cli._child import demo_server, wait_until_serving
-from rheostat._cli._common import CommandError, Subparsers, need_matplotlib, need_server
+from rheostat._cli._common import (
+    CommandError,
+    Subparsers,
+    check_writable,
+    need_matplotlib,
+    need_server,
+)
 from rheostat._cli._progress import Phase
 
 _AT_ONCE = 16
@@ -59,8 +65,7 @@ def _check_picture(path: Path) -> None:
     suffix = path.suffix.removeprefix(".").lower()
     if suffix not in FigureCanvasBase.get_supported_filetypes():
         raise CommandError(f"{path} does not end like a picture: .png, .pdf, .svg, ...", 2)
-    if not path.resolve().parent.is_dir():
-        raise CommandError(f"there is no folder {path.resolve().parent}", 2)
+    check_writable(path, force=True)
 
 
 async def _show(target: str, out: Path) -> None:

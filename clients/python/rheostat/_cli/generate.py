@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from rheostat._cli._common import Subparsers, add_target, connected, label, warn
+from rheostat._cli._common import CommandError, Subparsers, add_target, connected, label, warn
 from rheostat._cli._ops import add_ops, steering
 from rheostat._responses.receipts import Receipt
 from rheostat._responses.results import Divergence, Generation, Sample, Tokens
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the continuation while it is generated, then the baseline and the receipt."""
     if args.baseline and args.seed is None and args.temperature != 0:
         warn("without --seed or --temperature 0 the text and its baseline sample differently")
-    prompt = sys.stdin.read().removesuffix("\n") if args.prompt == "-" else args.prompt
+    prompt = _typed() if args.prompt == "-" else args.prompt
     with connected(args) as engine:
         steered = steering(engine, args)
         with engine.stream(
@@ -91,6 +91,17 @@ def run(args: argparse.Namespace) -> int:
     for line in _summary(out, bool(steered)):
         print(line, file=sys.stderr)
     return 0
+
+
+def _typed() -> str:
+    """The prompt on stdin, without the newline that an editor or echo ends it with."""
+    try:
+        return sys.stdin.read().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        bad = f"byte {error.object[error.start]:#04x} at {error.start}"
+        raise CommandError(
+            f"the prompt on stdin is not {error.encoding.upper()}: {bad}", 2
+        ) from error
 
 
 def _ended_by_others(sample: Sample) -> str:

@@ -19,7 +19,7 @@ from rheostat._steering.vectors import Vector, refuse_dose
 
 __all__ = [
     "FORMATS", "StoredRun", "VectorFormat", "load_run", "load_sae_feature", "load_vector",
-    "save_run", "save_vector",
+    "replacing", "save_run", "save_vector",
 ]  # fmt: skip
 
 VectorFormat: TypeAlias = Literal["safetensors", "npz", "gguf", "sae"]

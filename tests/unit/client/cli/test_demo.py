@@ -262,12 +262,13 @@ def test_a_model_that_knows_no_such_fact_is_told_in_one_line(server, toy, tmp_pa
     assert last == "rheostat: no other subject of equal length changes the model's answer"
 
 
-@pytest.mark.parametrize("name", ["picture", "picture.txt", "none/picture.png"])
+@pytest.mark.parametrize("name", ["picture", "picture.txt", "none/picture.png", "folder.png"])
 def test_a_file_that_can_hold_no_picture_is_refused_before_anything_runs(
     server, tmp_path, capsys, name
 ):
     pytest.importorskip("matplotlib")
+    (tmp_path / "folder.png").mkdir()
     assert main(["demo", "--target", server.target, "--out", str(tmp_path / name)]) == 2
-    problem = "there is no folder" if "/" in name else "does not end like a picture"
-    assert problem in capsys.readouterr().err
+    problems = {"none/picture.png": "there is no folder", "folder.png": "it is a folder"}
+    assert problems.get(name, "does not end like a picture") in capsys.readouterr().err
     assert server.asked == []

@@ -131,6 +131,13 @@ def test_generate_prints_the_text_alone(server, capsys):
     ]
 
 
+def test_a_prompt_on_stdin_that_is_not_utf_8_is_a_wrong_command_line(server, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8"))
+    assert main(["generate", "-", "--target", server.target]) == 2
+    message = "rheostat: the prompt on stdin is not UTF-8: byte 0xe9 at 3\n"
+    assert (capsys.readouterr(), server.asked) == (("", message), [])
+
+
 def test_generate_gives_its_request_labels(server, capsys):
     server.on("Generate", generation(" ok"))
     line = ["generate", "x", "--target", server.target]

@@ -104,6 +104,20 @@ def test_an_interruption_ends_it_at_the_server_and_keeps_what_came(running, tmp_
     assert "a/resid_post.0.rows" in np.load(file)
 
 
+def test_rows_that_cannot_be_written_fail_in_one_line(running, tmp_path, capsys, monkeypatch):
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "savez", full)
+    file = tmp_path / "rows.npz"
+    file.write_text("mine")
+    line = ["--every", "--limit", "1", "--out", str(file), "--force"]
+    assert subscribed(running, lambda: running.generate("a"), *line) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"rheostat: {file} cannot be written (No space left on device)")
+    assert file.read_text() == "mine"
+
+
 @pytest.mark.parametrize(
     ("line", "told"),
     [
