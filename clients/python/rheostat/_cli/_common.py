@@ -18,6 +18,7 @@ from rheostat._client.engine import Engine, connect
 from rheostat._connection.channel import DEFAULT_TARGET, TARGET_VARIABLE, default_target
 from rheostat._connection.readiness import READY_TIMEOUT
 from rheostat._fields import did_you_mean
+from rheostat._files import replaced_file
 from rheostat._points import LayersLike
 
 Subparsers: TypeAlias = "argparse._SubParsersAction[Parser]"
@@ -158,14 +159,28 @@ def warn(message: str) -> None:
     print(f"rheostat: {message}", file=sys.stderr)
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[Path]:
+    """`replaced_file`, but raises CommandError if the file cannot be written."""
+    try:
+        with replaced_file(path) as temporary:
+            yield temporary
+    except OSError as error:
+        raise CommandError(f"cannot write {path}: {error.strerror or error}") from error
+
+
 def check_writable(path: Path, force: bool) -> None:
-    """Raise CommandError if the file cannot be written, or exists and ``force`` is not given."""
+    """Raise CommandError if the file cannot be replaced, or exists and ``force`` is not given."""
     folder = path.parent
     if not folder.is_dir():
         raise CommandError(f"{path} cannot be written: there is no folder {folder}", 2)
     if path.is_dir():
         raise CommandError(f"{path} cannot be written: it is a folder", 2)
-    if not os.access(path if path.exists() else folder, os.W_OK):
+    real_path = Path(os.path.realpath(path))
+    needed = [real_path] if real_path.exists() else []
+    if not needed or real_path.is_file():
+        needed.append(real_path.parent)  # gets the temporary file
+    if not all(os.access(one, os.W_OK) for one in needed):
         raise CommandError(f"{path} cannot be written: it is read-only, or its folder is", 2)
     if path.is_file() and not force:
         raise CommandError(f"{path} exists already; --force replaces it", 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 
 from rheostat._cli._common import CommandError, Subparsers, add_target, connected, label, warn
@@ -63,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the continuation while it is generated, then the baseline and the receipt."""
     if args.baseline and args.seed is None and args.temperature != 0:
         warn("without --seed or --temperature 0 the text and its baseline sample differently")
-    prompt = _typed() if args.prompt == "-" else args.prompt
+    prompt = _prompt_from_stdin() if args.prompt == "-" else args.prompt
     with connected(args) as engine:
         steered = steering(engine, args)
         with engine.stream(
@@ -93,14 +94,16 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _typed() -> str:
-    """The prompt on stdin, without the newline that an editor or echo ends it with."""
+def _prompt_from_stdin() -> str:
+    """The prompt, without the newline that an editor or echo ends it with."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="strict")
     try:
         return sys.stdin.read().removesuffix("\n")
     except UnicodeDecodeError as error:
-        bad = f"byte {error.object[error.start]:#04x} at {error.start}"
+        byte = error.object[error.start]
         raise CommandError(
-            f"the prompt on stdin is not {error.encoding.upper()}: {bad}", 2
+            f"the prompt on stdin is not UTF-8: it has the byte {byte:#04x}", 2
         ) from error
 
 

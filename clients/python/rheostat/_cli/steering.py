@@ -13,10 +13,10 @@ from rheostat._cli._common import (
     add_target,
     check_writable,
     connected,
+    writing,
 )
 from rheostat._cli._listing import add_json, print_json
 from rheostat._cli._ops import add_ops, steering
-from rheostat._files import replacing
 
 
 def add(commands: Subparsers) -> None:
@@ -112,8 +112,8 @@ def run_export(args: argparse.Namespace) -> int:
     check_writable(args.file, args.force)
     with connected(args) as engine:
         text = engine.steering.export_global()
-    with replacing(args.file) as part:
-        part.write_text(text, encoding="utf-8")
+    with writing(args.file) as temporary:
+        temporary.write_text(text, encoding="utf-8")
     print(f"{args.file}  version {json.loads(text)['version']}")
     return 0
 

@@ -20,11 +20,11 @@ from rheostat._cli._common import (
     connected,
     layers,
     points,
+    writing,
 )
 from rheostat._cli._filters import add_filter, add_limit, add_where, selected
 from rheostat._cli._readings import show_positions
 from rheostat._fields import counted
-from rheostat._files import replacing
 from rheostat._responses.results import DroppedRows
 from rheostat._subscriptions.events import CapturedRows, EndOfRequest, SubscriptionEvent
 from rheostat._subscriptions.subscription import Subscription
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         finally:
             if args.out is not None:
                 tables: dict[str, Any] = {name: np.concatenate(c) for name, c in columns.items()}
-                with replacing(args.out) as part, part.open("wb") as file:
+                with writing(args.out) as temporary, temporary.open("wb") as file:
                     np.savez(file, **tables)
     return 0
 

@@ -20,13 +20,14 @@ from rheostat._cli._common import (
     layers,
     points,
     warn,
+    writing,
 )
 from rheostat._cli._listing import add_json, print_json, print_table
 from rheostat._cli._progress import Phase
 from rheostat._cli._rows import check_layers, part
 from rheostat._cli._stored import digests_by_name, fetched, short_digest, stored, warn_if_moved
 from rheostat._fields import counted
-from rheostat._files import FORMATS, load_vector, replacing, save_vector
+from rheostat._files import FORMATS, load_vector, save_vector
 from rheostat._points import show_layers
 from rheostat._steering.vectors import Vector, VectorInfo, defaults, inline
 
@@ -192,7 +193,8 @@ def run_get(args: argparse.Namespace) -> int:
     check_writable(path, args.force)
     with connected(args) as engine, Phase(f"fetching {args.name}"):
         vector = fetched(engine, args.name)
-    with replacing(path) as new, new.open("wb") as file:  # given a path, np.save appends .npy
+    # An open file, because np.save would append .npy to the path.
+    with writing(path) as temporary, temporary.open("wb") as file:
         np.save(file, vector.values)
     print(f"{path}  {_shape(vector)}")
     return 0

@@ -12,14 +12,14 @@ from typing import Literal, TypeAlias, get_args
 
 from rheostat._errors import Refused, invalid
 from rheostat._files import _gguf, _npz, _sae, _safetensors
-from rheostat._files._errors import replacing
+from rheostat._files._errors import replaced_file, replacing
 from rheostat._files._runs import StoredRun, load_run, save_run
 from rheostat._steering.sae_features import SaeFeature
 from rheostat._steering.vectors import Vector, refuse_dose
 
 __all__ = [
     "FORMATS", "StoredRun", "VectorFormat", "load_run", "load_sae_feature", "load_vector",
-    "replacing", "save_run", "save_vector",
+    "replaced_file", "save_run", "save_vector",
 ]  # fmt: skip
 
 VectorFormat: TypeAlias = Literal["safetensors", "npz", "gguf", "sae"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,19 +27,32 @@ def unreadable(path: Path, error: Exception) -> InvalidRequest:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
+    """`replaced_file`, but raises InvalidRequest if the file cannot be written."""
+    try:
+        with replaced_file(path) as temporary:
+            yield temporary
+    except OSError as error:
+        missing = isinstance(error, FileNotFoundError)
+        remedy = "does its folder exist?" if missing else "write to another place"
+        raise bad_file(path, f"cannot be written ({error.strerror or error})", remedy) from error
+
+
+@contextmanager
+def replaced_file(path: Path) -> Iterator[Path]:
     """Yields the path of a temporary file, which replaces ``path`` unless the block raises.
 
-    If ``path`` is a symbolic link, its target is replaced. Raises InvalidRequest if the file cannot
-    be written.
+    An existing file keeps its mode. If ``path`` is a symbolic link, its target is replaced. A
+    device or a pipe is not replaced: its own path is yielded.
     """
     real_path = Path(os.path.realpath(path))
-    part = real_path.with_name(f".{real_path.name}.{uuid4().hex}.part")
+    if real_path.exists() and not real_path.is_file():
+        yield real_path
+        return
+    temporary = real_path.with_name(f".{real_path.name}.{uuid4().hex}.part")
     try:
-        yield part
-        os.replace(part, real_path)
-    except OSError as error:
-        raise bad_file(
-            path, f"cannot be written ({error.strerror or error})", "does its folder exist?"
-        ) from error
+        yield temporary
+        if real_path.exists():
+            shutil.copymode(real_path, temporary)
+        os.replace(temporary, real_path)
     finally:
-        part.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)

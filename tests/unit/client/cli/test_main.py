@@ -131,10 +131,14 @@ def test_generate_prints_the_text_alone(server, capsys):
     ]
 
 
-def test_a_prompt_on_stdin_that_is_not_utf_8_is_a_wrong_command_line(server, capsys, monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8"))
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # the second in the C locale
+def test_a_prompt_on_stdin_that_is_not_utf_8_is_a_wrong_command_line(
+    server, capsys, monkeypatch, errors
+):
+    typed = io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8", errors=errors)
+    monkeypatch.setattr("sys.stdin", typed)
     assert main(["generate", "-", "--target", server.target]) == 2
-    message = "rheostat: the prompt on stdin is not UTF-8: byte 0xe9 at 3\n"
+    message = "rheostat: the prompt on stdin is not UTF-8: it has the byte 0xe9\n"
     assert (capsys.readouterr(), server.asked) == (("", message), [])
 
 

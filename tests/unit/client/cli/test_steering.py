@@ -3,6 +3,7 @@
 import argparse
 import base64
 import json
+import os
 from pathlib import Path
 
 import grpc
@@ -390,17 +391,17 @@ def test_global_export_writes_a_file_for_serve_and_prints_its_version(server, ca
 def test_a_policy_that_cannot_be_written_leaves_the_file_as_it_was(
     server, capsys, tmp_path, monkeypatch
 ):
-    def full(*_: object, **__: object) -> None:
+    def full(path: Path, *_: object, **__: object) -> None:
+        path.write_bytes(b"part")
         raise OSError(28, "No space left on device")
 
     scripted_export(server)
     path = tmp_path / "policy.json"
     path.write_text("mine")
     monkeypatch.setattr(Path, "write_text", full)
-    assert main(["global", "export", str(path), "--force", "--target", server.target]) == 2
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith(f"rheostat: {path} cannot be written (No space left on device)")
-    assert path.read_text() == "mine"
+    assert main(["global", "export", str(path), "--force", "--target", server.target]) == 1
+    assert capsys.readouterr().err == f"rheostat: cannot write {path}: No space left on device\n"
+    assert (path.read_text(), os.listdir(tmp_path)) == ("mine", [path.name])
 
 
 def test_global_export_of_no_policy_writes_nothing(server, capsys, tmp_path):

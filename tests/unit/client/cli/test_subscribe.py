@@ -105,17 +105,18 @@ def test_an_interruption_ends_it_at_the_server_and_keeps_what_came(running, tmp_
 
 
 def test_rows_that_cannot_be_written_fail_in_one_line(running, tmp_path, capsys, monkeypatch):
-    def full(*_: object, **__: object) -> None:
+    def full(file, **_: object) -> None:
+        file.write(b"part")
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(np, "savez", full)
     file = tmp_path / "rows.npz"
     file.write_text("mine")
     line = ["--every", "--limit", "1", "--out", str(file), "--force"]
-    assert subscribed(running, lambda: running.generate("a"), *line) == 2
+    assert subscribed(running, lambda: running.generate("a"), *line) == 1
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith(f"rheostat: {file} cannot be written (No space left on device)")
-    assert file.read_text() == "mine"
+    assert last == f"rheostat: cannot write {file}: No space left on device"
+    assert (file.read_text(), os.listdir(tmp_path)) == ("mine", [file.name])
 
 
 @pytest.mark.parametrize(
@@ -154,6 +155,13 @@ def test_a_file_that_could_not_be_written_at_the_end_is_refused_at_the_start(
     assert refused(tmp_path / "folder.npz").endswith("it is a folder")
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
     assert refused(tmp_path / "rows.npz").endswith("it is read-only, or its folder is")
+    # Even an existing file is replaced by one that is made in its folder, here that of the link.
+    real = tmp_path / "real"
+    real.mkdir()
+    (real / "rows.npz").touch()
+    (tmp_path / "link.npz").symlink_to(real / "rows.npz")
+    monkeypatch.setattr(os, "access", lambda path, mode: path != real)
+    assert refused(tmp_path / "link.npz").endswith("it is read-only, or its folder is")
 
 
 def test_a_file_of_another_kind_is_refused(capsys):

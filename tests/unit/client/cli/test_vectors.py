@@ -1,6 +1,7 @@
 """``rheostat vectors import`` and ``export``."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -189,17 +190,18 @@ def test_a_file_that_is_there_is_replaced_only_with_force(server, capsys, tmp_pa
 def test_a_vector_that_cannot_be_written_leaves_the_file_as_it_was(
     server, capsys, tmp_path, monkeypatch
 ):
-    def full(*_: object) -> None:
+    def full(file, _: object) -> None:
+        file.write(b"part")
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(np, "save", full)
     path = tmp_path / "joy.npy"
     path.write_text("mine")
     serve(server, name="joy")
-    assert main(["vectors", "get", "joy", str(path), "--force", "--target", server.target]) == 2
+    assert main(["vectors", "get", "joy", str(path), "--force", "--target", server.target]) == 1
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith(f"rheostat: {path} cannot be written (No space left on device)")
-    assert path.read_text() == "mine"
+    assert last == f"rheostat: cannot write {path}: No space left on device"
+    assert (path.read_text(), os.listdir(tmp_path)) == ("mine", [path.name])
 
 
 def test_export_offers_no_format_that_is_only_read(capsys):

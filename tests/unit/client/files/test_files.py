@@ -244,6 +244,38 @@ def test_a_link_stays_and_its_file_is_replaced(tmp_path):
     assert list(target.parent.iterdir()) == [target]
 
 
+def test_a_replaced_file_keeps_its_mode(tmp_path):
+    path = tmp_path / "rows.npz"
+    path.touch(0o600)
+    with replacing(path) as temporary:
+        temporary.write_text("new")
+    assert (path.read_text(), path.stat().st_mode & 0o777) == ("new", 0o600)
+
+
+def test_a_pipe_is_written_and_not_replaced(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    read = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        with replacing(pipe) as temporary:
+            temporary.write_text("new")
+        assert os.read(read, 10) == b"new"
+    finally:
+        os.close(read)
+    assert pipe.is_fifo()
+
+
+def test_a_full_disk_is_no_missing_folder(tmp_path):
+    def write(error: OSError) -> str:
+        with pytest.raises(rheostat.InvalidRequest) as caught, replacing(tmp_path / "a.npz"):
+            raise error
+        return str(caught.value)
+
+    assert "does its folder exist?" in write(FileNotFoundError(2, "No such file"))
+    full = write(OSError(28, "No space left on device"))
+    assert "cannot be written (No space left on device): write to another place" in full
+
+
 def test_writers_of_one_file_do_not_meet_before_it_is_whole(tmp_path):
     path = tmp_path / "joy.npz"
     with replacing(path) as first, replacing(path) as second:
