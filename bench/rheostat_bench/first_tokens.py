@@ -1,9 +1,10 @@
 """Where the time to the first token goes when many streams begin together.
 
-Bursts of stock vLLM in process and of this server, in turns, with the arms of `sidebyside`. For
-each burst it reports when the first, the middle and the last request reached each place on its way,
-what the engine's first steps computed, how long their launches took, and when clients had their
-first tokens. Recording costs a little, so use `sidebyside` to compare times to the first token.
+Runs bursts of requests on stock vLLM in process and on this server, in turns. For each arm it
+reports medians: when the first, the middle and the last request reached the front end, the server,
+vLLM's client and the engine's core; the prompts, tokens and launch time of the first steps; and
+when clients had their first tokens. Recording costs a little, so use `sidebyside` to compare times
+to the first token.
 
     rheostat bench first_tokens --shape qwen3-8b --streams 32 256 --out results
 """
@@ -57,9 +58,9 @@ _PROMPT = 32
 _ARMS = (IDLE, STEERED_ONE, STEERED_ALL, CAPTURED, LAST_PROMPT)
 _PLACES = (ACCEPTED, RECEIVED, ADDED, IN_CORE)
 _PAUSE = 0.15
-"""Seconds between bursts, for work that requests leave behind."""
+"""Seconds between bursts, so that work after the last token of one does not delay the next."""
 _LAST_RECORDS = 1.5
-"""Seconds after which all records are written."""
+"""Seconds to wait before records are read, so that every process has written its own."""
 
 
 class Burst(NamedTuple):
@@ -70,15 +71,15 @@ class Burst(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A step of the engine that computed prompts. Times in milliseconds."""
+    """A step of the engine in which prompts began. Times in milliseconds."""
 
     prompts: float
     """Prompts that began in it."""
     tokens: float
     scheduled: float
-    """After the first stream's call."""
+    """When it was scheduled, after the first stream's call."""
     launch: float
-    """How long its launch took; on a CPU, how long it ran."""
+    """Duration of `execute_model`: on a GPU the launches of kernels, on a CPU the computation."""
     launch_cpu: float
     """CPU time of the launching thread."""
     processed: float
@@ -103,23 +104,26 @@ def figures(bursts: Sequence[Burst], found: Sequence[Record]) -> dict[str, objec
 
     Args:
         bursts: the bursts.
-        found: the records of all processes.
+        found: the records of all processes, in order of time.
 
     Returns:
         `called`, the places, and `first_token`: each for the first, the middle and the last
-        request. `steps`: those that computed prompts, in order; the i-th is the median of the i-th
-        steps of all bursts that have one.
+        request. `steps`: those in which prompts began, in order; the i-th is the median of the i-th
+        steps of all bursts that have one. `unmatched`: bursts whose steps could not be told,
+        because records of launches or outputs are missing.
     """
-    ways = [_way(burst, found) for burst in bursts]
-    names = dict.fromkeys(name for way, _ in ways for name in way)
-    longest = max((len(steps) for _, steps in ways), default=0)
+    times, steps = zip(*(_times_and_steps(burst, found) for burst in bursts), strict=True)
+    matched = [some for some in steps if some is not None]
+    names = dict.fromkeys(name for one in times for name in one)
+    longest = max(map(len, matched), default=0)
     return {
-        **{name: _medians([way[name] for way, _ in ways if name in way]) for name in names},
+        **{name: _medians([one[name] for one in times if name in one]) for name in names},
+        "unmatched": len(steps) - len(matched),
         "steps": [
             dict(
                 zip(
                     Step._fields,
-                    _medians([steps[number] for _, steps in ways if number < len(steps)]),
+                    _medians([some[number] for some in matched if number < len(some)]),
                     strict=True,
                 )
             )
@@ -128,8 +132,10 @@ def figures(bursts: Sequence[Burst], found: Sequence[Record]) -> dict[str, objec
     }
 
 
-def _way(burst: Burst, found: Sequence[Record]) -> tuple[dict[str, list[float]], list[Step]]:
-    """The requests' times at each place, and the steps that computed their prompts."""
+def _times_and_steps(
+    burst: Burst, found: Sequence[Record]
+) -> tuple[dict[str, list[float]], list[Step] | None]:
+    """The requests' times at each place, and the steps in which their prompts began, if known."""
     began = min(stream.began for stream in burst.streams)
     end = max(stream.last for stream in burst.streams)
     inside = [record for record in found if began <= record.began <= end]
@@ -139,19 +145,23 @@ def _way(burst: Burst, found: Sequence[Record]) -> tuple[dict[str, list[float]],
         some = (ordered[0], ordered[(len(ordered) - 1) // 2], ordered[-1])
         return [1e3 * (moment - began) for moment in some]
 
-    way = {"called": ms([stream.began for stream in burst.streams])}
-    of = {name: [one for one in inside if one.name == name] for name in (*_PLACES, SCHEDULE)}
-    way |= {name: ms([one.began for one in of[name]]) for name in _PLACES if of[name]}
-    way["first_token"] = ms([stream.first for stream in burst.streams])
+    by_name = {
+        name: [one for one in inside if one.name == name]
+        for name in (*_PLACES, SCHEDULE, LAUNCH, UPDATE)
+    }
+    times = {"called": ms([stream.began for stream in burst.streams])}
+    times |= {name: ms([one.began for one in by_name[name]]) for name in _PLACES if by_name[name]}
+    times["first_token"] = ms([stream.first for stream in burst.streams])
+    schedules, launches, updates = (by_name[name] for name in (SCHEDULE, LAUNCH, UPDATE))
+    if not 0 <= len(schedules) - len(launches) <= 1 or not 0 <= len(launches) - len(updates) <= 2:
+        return times, None  # more are missing than those of the steps that run at the end
     steps = []
-    launches = [one for one in inside if one.name == LAUNCH]
-    updates = [one for one in inside if one.name == UPDATE]
-    for scheduled, launch, update in zip(of[SCHEDULE], launches, updates, strict=False):
+    for scheduled, launch, update in zip(schedules, launches, updates, strict=False):
         if scheduled.prompts:
             at, processed = (1e3 * (one.began - began) for one in (scheduled, update))
             launched = (1e3 * launch.seconds, 1e3 * launch.cpu)
             steps.append(Step(scheduled.prompts, scheduled.tokens, at, *launched, processed))
-    return way, steps
+    return times, steps
 
 
 def _medians(rows: Sequence[Sequence[float]]) -> list[float]:
@@ -201,8 +211,8 @@ def main() -> None:
         bursts: dict[str, list[Burst]] = {}
         for count in arguments.streams:
             for repeat in range(arguments.repeats + 1):
-                for arm, run in runs.items():
-                    streams = run(prompts(count, _PROMPT), arguments.tokens)
+                for arm in list(runs)[:: 1 if repeat % 2 == 0 else -1]:
+                    streams = runs[arm](prompts(count, _PROMPT), arguments.tokens)
                     time.sleep(_PAUSE)
                     if repeat:  # the first burst is not counted
                         bursts.setdefault(str(count), []).append(Burst(arm, streams))
@@ -234,7 +244,7 @@ def show(table: dict[str, dict[str, dict[str, Any]]]) -> None:
         for arm, row in arms.items():
             print(arm)
             for name, values in row.items():
-                if name != "steps":
+                if isinstance(values, list) and name != "steps":
                     print(f"  {name:12}" + "".join(f"{value:9.1f}" for value in values))
             for number, step in enumerate(row["steps"], 1):
                 print(

@@ -1,11 +1,11 @@
 """Records when functions of a server, its front ends and vLLM's core are called.
 
-A process records if it starts with `environment(folder)`. Python then imports the `sitecustomize`
-of that folder, which calls `install` before anything else is imported. This reaches the processes
-that vLLM and the server start, too. Each writes its records to FOLDER/PID.jsonl.
+Processes that start with the variables of `environment(folder)` record. Python imports the folder's
+`sitecustomize` at their start, which calls `install` before vLLM and the server are imported. Child
+processes inherit the variables. Each process writes its records to FOLDER/PID.jsonl.
 
-A record costs about 2 µs. Functions of the server record that they are called, those of the core
-also how long they run.
+A record costs about 2 µs. Coroutine functions record only the time of the call, other functions
+also how long they ran.
 """
 
 import atexit
@@ -83,8 +83,15 @@ class _Recorder:
     """The records of this process that are not written yet."""
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / f"{os.getpid()}.jsonl"
+        self._folder = folder
         self._records: list[Record] = []
+        self._writing = threading.Lock()
+        self._started = False
+        os.register_at_fork(after_in_child=self._forget)
+
+    def _forget(self) -> None:
+        """In a process that was forked, which has none of the threads."""
+        self._records.clear()
         self._writing = threading.Lock()
         self._started = False
 
@@ -106,7 +113,6 @@ class _Recorder:
         return wrapped
 
     def _start(self) -> None:
-        # Not earlier, because a process that is forked has no threads.
         if not self._started:
             self._started = True
             threading.Thread(target=self._write_often, daemon=True).start()
@@ -119,9 +125,10 @@ class _Recorder:
 
     def _write(self) -> None:
         with self._writing:
-            some, self._records = self._records, []
+            some = self._records[:]
+            del self._records[: len(some)]  # other threads may have added records meanwhile
             if some:
-                with self._path.open("a") as file:
+                with (self._folder / f"{os.getpid()}.jsonl").open("a") as file:
                     file.writelines(json.dumps(record) + "\n" for record in some)
 
 
@@ -145,7 +152,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """As the protocol says."""
+        """Finds a recorded module; its functions are replaced once it is executed."""
         functions = self._left.pop(fullname, None)
         if functions is None:
             return None

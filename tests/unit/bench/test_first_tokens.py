@@ -85,7 +85,7 @@ async def test_calls_are_recorded_and_return_what_they_did(
 
 
 def test_processes_record_only_with_the_environment(tmp_path: Path) -> None:
-    program = "import sys; print([type(one).__name__ for one in sys.meta_path])"
+    program = "import sys; print([type(one).__module__ for one in sys.meta_path])"
 
     def finders(extra: dict[str, str]) -> str:
         run = subprocess.run(
@@ -97,51 +97,73 @@ def test_processes_record_only_with_the_environment(tmp_path: Path) -> None:
         )
         return run.stdout
 
-    assert "_Finder" in finders(environment(tmp_path))
-    assert "_Finder" not in finders({})
+    assert "rheostat_bench.traced" in finders(environment(tmp_path))
+    assert "rheostat_bench.traced" not in finders({})
 
 
-def test_the_figures_follow_requests_and_steps_of_a_burst() -> None:
-    def stream(began: float, first: float) -> Streamed:
-        return streamed(began, [first, 10.5], 2)
+def test_a_process_and_its_fork_write_all_their_records(tmp_path: Path) -> None:
+    program = """
+import os, sys
+from pathlib import Path
+from rheostat_bench.traced import _Recorder
 
-    def burst_at(start: float) -> tuple[Burst, list[Record]]:
-        streams = [stream(start + 0.001 * number, start + 0.05 + number) for number in range(3)]
-        streams = [one._replace(last=start + 5.0) for one in streams]
-        found = [Record(IN_CORE, start + 0.002 * number, 0.0, 0.0) for number in (1, 2, 3)]
-        found += [
-            Record(SCHEDULE, start + 0.003, 0.0, 0.0, 1, 32),
-            Record(LAUNCH, start + 0.004, 0.020, 0.015),
-            Record(SCHEDULE, start + 0.030, 0.0, 0.0, 2, 65),
-            Record(LAUNCH, start + 0.031, 0.030, 0.025),
-            Record(UPDATE, start + 0.062, 0.0, 0.0),
-            Record(SCHEDULE, start + 0.070, 0.0, 0.0, 0, 3),  # computes no prompt
-            Record(LAUNCH, start + 0.071, 0.005, 0.005),
-            Record(UPDATE, start + 0.080, 0.0, 0.0),
-        ]
-        return Burst("idle", streams), found
+call = _Recorder(Path(sys.argv[1])).wrap(lambda: None, "x")
+call()
+child = os.fork()
+for _ in range(2 if child else 3):
+    call()
+if child:
+    os.waitpid(child, 0)
+sys.exit()
+"""
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True)
+    assert sorted(len(path.read_text().splitlines()) for path in tmp_path.iterdir()) == [3, 3]
+    assert len(records(tmp_path)) == 6
 
-    first, second = burst_at(100.0), burst_at(200.0)
-    made = figures([first[0], second[0]], [*first[1], *second[1]])
-    assert made["called"] == pytest.approx([0.0, 1.0, 2.0])
-    assert made[IN_CORE] == pytest.approx([2.0, 4.0, 6.0])
-    assert made["first_token"] == pytest.approx([50.0, 1050.0, 2050.0])
-    assert "accepted" not in made
-    assert made["steps"] == [
-        {
-            "prompts": 1,
-            "tokens": 32,
-            "scheduled": 3.0,
-            "launch": 20.0,
-            "launch_cpu": 15.0,
-            "processed": 62.0,
-        },
-        {
-            "prompts": 2,
-            "tokens": 65,
-            "scheduled": 30.0,
-            "launch": 30.0,
-            "launch_cpu": 25.0,
-            "processed": 80.0,
-        },
+
+def burst_at(start: float, late: float = 0.0, *, steps: int = 3) -> tuple[Burst, list[Record]]:
+    """A burst of three streams and its records, some of which come `late` seconds later."""
+
+    def stream(number: int) -> Streamed:
+        began, first = start + 0.001 * number, start + late + 0.05 + number
+        return streamed(began, [first, first], 2)._replace(last=start + 5.0)
+
+    at = start + late
+    found = [Record(IN_CORE, at + 0.002 * number, 0.0, 0.0) for number in (1, 2, 3)]
+    found += [
+        Record(SCHEDULE, at + 0.003, 0.0, 0.0, 1, 32),
+        Record(LAUNCH, at + 0.004, 0.020 + late, 0.015),
+        Record(SCHEDULE, at + 0.030, 0.0, 0.0, 0, 1),  # no prompt begins
+        Record(LAUNCH, at + 0.031, 0.005, 0.005),
+        Record(UPDATE, at + 0.062, 0.0, 0.0),
+        Record(UPDATE, at + 0.065, 0.0, 0.0),
     ]
+    if steps == 3:
+        found += [
+            Record(SCHEDULE, at + 0.070, 0.0, 0.0, 2, 65),
+            Record(LAUNCH, at + 0.071, 0.030, 0.025),
+            Record(UPDATE, at + 0.110, 0.0, 0.0),
+        ]
+    return Burst("idle", [stream(number) for number in range(3)]), found
+
+
+def test_the_figures_are_medians_of_bursts_and_of_their_steps() -> None:
+    made = [burst_at(100.0), burst_at(200.0, 0.001, steps=2), burst_at(300.0, 0.009)]
+    found = figures([burst for burst, _ in made], [one for _, some in made for one in some])
+    assert found["called"] == pytest.approx([0.0, 1.0, 2.0])
+    assert found[IN_CORE] == pytest.approx([3.0, 5.0, 7.0])
+    assert found["first_token"] == pytest.approx([51.0, 1051.0, 2051.0])
+    assert "accepted" not in found
+    assert found["unmatched"] == 0
+    first = {"prompts": 1, "tokens": 32, "scheduled": 4.0, "launch": 21.0, "launch_cpu": 15.0}
+    second = {"prompts": 2, "tokens": 65, "scheduled": 74.5, "launch": 30.0, "launch_cpu": 25.0}
+    assert found["steps"] == [{**first, "processed": 63.0}, {**second, "processed": 114.5}]
+
+
+def test_a_burst_with_missing_records_has_no_steps() -> None:
+    (burst, some), (whole, all_of_it) = burst_at(100.0), burst_at(200.0, 0.001)
+    lost = [one for one in some if one.name != LAUNCH]
+    found = figures([burst, whole], [*lost, *all_of_it])
+    assert found["unmatched"] == 1
+    assert isinstance(found["steps"], list)
+    assert [step["scheduled"] for step in found["steps"]] == pytest.approx([4.0, 71.0])
