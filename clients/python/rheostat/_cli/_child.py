@@ -23,10 +23,13 @@ from rheostat._cli._words import START_ONE
 from rheostat._connection.channel import checked_target
 
 _POLL = 0.5
+"""Seconds between health checks."""
 _STARTUP = 900.0
+"""Seconds that a server has until it is ready."""
 _UNREACHABLE = 10.0
+"""Seconds without an answer after which a server counts as unreachable."""
 _TERMINATION = 30.0
-"""Seconds: between health checks, until ready, without an answer, and until stopped."""
+"""Seconds that a server has to stop before it is killed."""
 _LAST_LINES = 12
 _NOTE_WIDTH = 60
 _OWN_MESSAGE = re.compile(r"^\S+ \S+ INFO rheostat_server\S*: (.+)$", re.MULTILINE)

@@ -51,7 +51,7 @@ def shaded(result: SweepResult, width: int, height: int, grade: str | None = Non
 
 
 def _cell(effects: Grid, skipped: npt.NDArray[np.bool_], largest: float, width: int) -> str:
-    """One character, ``width`` times, for a block of cells."""
+    """A block of cells as one character, ``width`` times."""
     if np.isnan(effects).all():
         return (_SKIPPED if skipped.all() else _PENDING) * width
     effect = float(effects.flat[np.nanargmax(np.abs(effects))])

@@ -76,7 +76,7 @@ def digests_by_name(engine: Engine, prefix: str) -> dict[str, str]:
 
 
 def warn_if_moved(before: dict[str, str], vector: Vector) -> None:
-    """Warn if the vector's name was another vector's in ``before``, of `digests_by_name`."""
+    """Warn if, in ``before`` (from `digests_by_name`), the name belonged to another vector."""
     digest = before.get(vector.name or "")
     if digest not in (None, vector.digest):
         warn(f"the name {vector.name} moved here from {digest}")

@@ -193,9 +193,8 @@ class BaseWorker(ABC, Generic[M, E]):
                 self._state.end()
             self._ended = True
             self._failure = self._failure or failure
-            if isinstance(
-                failure, Aborted
-            ):  # another call resumed the stream and gets these events
+            # Another call has resumed the stream, and gets these events.
+            if isinstance(failure, Aborted):
                 self._state.discard()
             if self._responses is not None:
                 self._responses.cancel()
