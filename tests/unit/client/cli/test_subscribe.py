@@ -155,7 +155,7 @@ def test_a_file_that_could_not_be_written_at_the_end_is_refused_at_the_start(
     assert refused(tmp_path / "folder.npz").endswith("it is a folder")
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
     assert refused(tmp_path / "rows.npz").endswith("it is read-only, or its folder is")
-    # Even an existing file is replaced by one that is made in its folder, here that of the link.
+    # Replacing a file needs its folder, here the folder of the file that the link points to.
     real = tmp_path / "real"
     real.mkdir()
     (real / "rows.npz").touch()
