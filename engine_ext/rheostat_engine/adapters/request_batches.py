@@ -5,12 +5,10 @@ Why
     message the thread acquires the GIL several times, and both threads wait for each other. On an
     H200 with an 8B model, the launch of a prefill took about 30 ms, and 39 to 46 ms while requests
     came in a message each. In a prototype of this module it took 35 to 41 ms then.
-    An idle core also begins a step with what it has. If that is the first of many requests, the
-    others wait for this step.
 How
-    A request waits as long as each iteration of the event loop adds further ones, at most
-    `_LONGEST`. Then the message of the last one also carries the others, as vLLM encodes them. The
-    core's thread puts all of them into the core's input queue, in order.
+    A request waits until the next iteration of the event loop. The message of the last request of
+    an iteration also carries the others, as vLLM encodes them. The core's thread puts all of them
+    into the core's input queue, in order.
 
 Invariants: a request that cannot be encoded fails alone, and so does one that the core cannot
 process. Any other message to the core is sent after the requests that wait.
@@ -37,9 +35,6 @@ _MOST = 64
 _LONG_BYTES = 16 << 10
 """Bytes of an encoded request above which it is sent alone, because it would be copied again."""
 
-_LONGEST = 0.005
-"""Seconds that a request waits for others."""
-
 _ADD = "add_request_async"
 _SEND = "_send_input_message"
 _PREPROCESS = "preprocess_add_request"
@@ -60,12 +55,6 @@ class _Batches:
         self._send = client._send_input_message
         self._waiting: list[tuple[EngineCoreRequest, Sequence[bytestr]]] = []
         """Each with its encoding."""
-        self._end = 0.0
-        """When they are sent at the latest, by the event loop's clock."""
-        self._seen = 0
-        """How many waited at the end of the last iteration."""
-        self._looks = False
-        """Whether `_look` will be called."""
 
     async def add(self, request: EngineCoreRequest) -> None:
         """As `AsyncMPClient.add_request_async`, but mostly returns before the request is sent."""
@@ -77,8 +66,7 @@ class _Batches:
             await self.send((EngineCoreRequestType.ADD.value, *parts), client.core_engine)
         else:
             if not self._waiting:
-                self._end = asyncio.get_running_loop().time() + _LONGEST
-                self._look_later()
+                asyncio.get_running_loop().call_soon(self._send_waiting)
             self._waiting.append((request, parts))
             if len(self._waiting) == _MOST:
                 self._send_waiting()
@@ -89,27 +77,11 @@ class _Batches:
         self._send_waiting()
         return self._send(message, engine)
 
-    def _look_later(self) -> None:
-        """Calls `_look` in the next iteration."""
-        if not self._looks:
-            self._looks = True
-            asyncio.get_running_loop().call_soon(self._look)
-
-    def _look(self) -> None:
-        """Sends the requests that wait, unless an iteration has added some and they may wait."""
-        self._looks = False
-        waiting = len(self._waiting)
-        if waiting > self._seen and asyncio.get_running_loop().time() < self._end:
-            self._seen = waiting
-            self._look_later()
-        else:
-            self._send_waiting()
-
     def _send_waiting(self) -> None:
         """Sends the requests that wait. If the engine is dead, vLLM reports that to all of them."""
         if not self._waiting:
             return
-        waiting, self._waiting, self._seen = self._waiting, [], 0
+        waiting, self._waiting = self._waiting, []
         *others, (last, parts) = waiting
         if others:
             encoded = [(other.request_id, own_parts[0]) for other, own_parts in others]

@@ -1,6 +1,5 @@
 """vLLM's client of an engine's core, with a socket in the core's place."""
 
-import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,12 +48,6 @@ class Link:
         kind, *parts = self.core.recv_multipart()
         assert kind == b"\x00"
         return parts
-
-
-async def an_iteration_without_requests() -> None:
-    """After which the requests that waited for others are sent."""
-    for _ in range(2):
-        await asyncio.sleep(0)
 
 
 def make_fast(link: Link) -> None:
