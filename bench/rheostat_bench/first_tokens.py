@@ -63,6 +63,10 @@ _LAST_RECORDS = 1.5
 """Seconds to wait before records are read, so that every process has written its own."""
 
 
+_Run = Callable[[list[list[int]], int], list[Streamed]]
+"""Streams prompts with so many tokens each, at the same time."""
+
+
 class Burst(NamedTuple):
     """Streams that began together."""
 
@@ -86,8 +90,8 @@ class Step(NamedTuple):
     """When the core processed its output, after the first stream's call."""
 
 
-def run_of(workers: Sequence[Worker[Client]], arm: str) -> Callable[[list[list[int]], int], Any]:
-    """Streams prompts of an arm from all clients."""
+def run_of(workers: Sequence[Worker[Client]], arm: str) -> _Run:
+    """A run of an arm, from all clients."""
 
     def run(wanted: list[list[int]], tokens: int) -> list[Streamed]:
         orders = [
@@ -202,7 +206,7 @@ def main() -> None:
         served = store_vectors(target)
         client = partial(streaming, target, served.layer_count // 2)
         clients = [stack.enter_context(Worker(client)) for _ in range(arguments.client_processes)]
-        runs: dict[str, Callable[[list[list[int]], int], list[Streamed]]] = {
+        runs: dict[str, _Run] = {
             STOCK: lambda wanted, tokens: engine.do(
                 partial(run_stock, wanted=wanted, tokens=tokens)
             ),

@@ -14,7 +14,7 @@ import numpy as np
 
 from rheostat import aio
 from rheostat._capture.captures import Capture
-from rheostat._cli._common import CommandError
+from rheostat._cli._common import CommandError, writing
 from rheostat._points import Point
 from rheostat._responses.model import ModelInfo
 from rheostat._responses.results import Generation
@@ -103,8 +103,9 @@ def draw(result: SweepResult, fact: Fact, model: str, path: Path) -> None:
         fontsize=9,
     )
     try:
-        figure.savefig(path, dpi=_DOTS_PER_INCH)
-    except (OSError, ValueError) as error:
+        with writing(path) as temporary:
+            figure.savefig(temporary, dpi=_DOTS_PER_INCH)
+    except ValueError as error:
         raise CommandError(f"cannot write {path}: {error}") from error
 
 

@@ -26,6 +26,7 @@ from rheostat._cli._common import (
     need_matplotlib,
     points,
     warn,
+    writing,
 )
 from rheostat._cli._listing import Plain, plain
 from rheostat._cli._progress import Phase
@@ -196,7 +197,8 @@ def run(args: argparse.Namespace) -> int:
                 **_options(args),
             )
         except OSError as error:
-            raise _failed(error, "use") from error
+            reason = error.strerror or error
+            raise CommandError(f"cannot use {error.filename}: {reason}") from error
     try:
         _write(args, result)
     finally:  # a full disk must not lose a result that took an hour
@@ -280,20 +282,16 @@ def _options(args: argparse.Namespace) -> SweepOptions:
 
 def _write(args: argparse.Namespace, result: SweepResult) -> None:
     """Write the files."""
-    try:
-        if args.save is not None:
-            result.save(args.save)
-        if args.json is not None:
-            text = json.dumps(_document(result), indent=2, ensure_ascii=False)
-            args.json.write_text(f"{text}\n", encoding="utf-8")
-        if args.png is not None:
-            result.heatmap(args.png)
-    except OSError as error:
-        raise _failed(error, "write") from error
-
-
-def _failed(error: OSError, what: str) -> CommandError:
-    return CommandError(f"cannot {what} {error.filename}: {error.strerror or error}")
+    if args.save is not None:
+        with writing(args.save) as temporary:
+            result.save(temporary)
+    if args.json is not None:
+        text = json.dumps(_document(result), indent=2, ensure_ascii=False)
+        with writing(args.json) as temporary:
+            temporary.write_text(f"{text}\n", encoding="utf-8")
+    if args.png is not None:
+        with writing(args.png) as temporary:
+            result.heatmap(temporary)
 
 
 def _document(result: SweepResult) -> dict[str, Plain]:

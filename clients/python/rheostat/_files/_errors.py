@@ -48,7 +48,7 @@ def replaced_file(path: Path) -> Iterator[Path]:
     if real_path.exists() and not real_path.is_file():
         yield real_path
         return
-    temporary = real_path.with_name(f".{real_path.name}.{uuid4().hex}.part")
+    temporary = real_path.with_name(f".{uuid4().hex}.part.{real_path.name}")  # same suffix
     try:
         yield temporary
         if real_path.exists():

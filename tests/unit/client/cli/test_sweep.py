@@ -3,6 +3,7 @@
 import io
 import json
 import sys
+from pathlib import Path
 
 import grpc
 import numpy as np
@@ -159,14 +160,18 @@ def test_the_result_goes_to_files(scripted, tmp_path, capsys):
 
 
 def test_a_result_is_printed_even_if_it_cannot_be_written(scripted, tmp_path, capsys, monkeypatch):
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device", "a.npz")
+    def full(_: object, path: Path) -> None:
+        path.write_text("part")
+        raise OSError(28, "No space left on device", path)
 
     monkeypatch.setattr(rheostat.SweepResult, "save", full)
-    assert run(scripted, "--corrupt", "x", "--save", str(tmp_path / "a.npz")) == 1
+    file = tmp_path / "a.npz"
+    file.write_text("mine")
+    assert run(scripted, "--corrupt", "x", "--save", str(file), "--force") == 1
     out, err = capsys.readouterr()
     assert "SweepResult(recovered logprob" in out
-    assert err.splitlines()[-1] == "rheostat: cannot write a.npz: No space left on device"
+    assert err.splitlines()[-1] == f"rheostat: cannot write {file}: No space left on device"
+    assert (file.read_text(), [*tmp_path.iterdir()]) == ("mine", [file])
 
 
 WRONG = [
