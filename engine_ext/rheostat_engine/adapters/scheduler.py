@@ -30,6 +30,7 @@ from rheostat_engine.adapters.background import BackgroundPace, BackgroundQueue
 from rheostat_engine.adapters.gains import carry_gains
 from rheostat_engine.adapters.gate_decisions import DecidedBlocks
 from rheostat_engine.adapters.holds import HeldRequests
+from rheostat_engine.adapters.input_pauses import pause_input_in_launches
 from rheostat_engine.adapters.message_queues import sleep_between_messages
 from rheostat_engine.adapters.parent_watch import end_with_parent, leave_group
 from rheostat_engine.adapters.partial_hits import Hit, PartialHits, copies_parts
@@ -53,6 +54,7 @@ def site_scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:  # v
     install_block_keys()
     receive_copies()
     receive_batches()
+    pause_input_in_launches()
     leave_group()
     skip_last_collection()
     end_with_parent(vllm_config)
