@@ -38,7 +38,6 @@ from rheostat_engine.adapters.request_batches import receive_batches
 from rheostat_engine.adapters.request_copies import receive_copies
 from rheostat_engine.adapters.request_plan import RequestPlan, request_plan, with_plan_key
 from rheostat_engine.adapters.step_messages import share_tables
-from rheostat_engine.adapters.step_seconds import StepSeconds
 from rheostat_engine.plan.acts import OPEN_END
 from rheostat_engine.plan.plan import CACHED_TOKENS_RECOMPUTED_ARG
 from rheostat_engine.process_end import skip_last_collection
@@ -78,7 +77,6 @@ def site_scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:  # v
     HeldRequests(scheduler)
     BackgroundQueue(scheduler, BackgroundPace())  # its requests enter the queue before holds look
     carry_gains(scheduler)
-    StepSeconds(scheduler)
     return scheduler
 
 
