@@ -412,6 +412,8 @@ def test_there_are_pictures_of_single_numbers() -> None:
         "sidebyside-qwen3-8b-gates-later",
         "sidebyside-qwen3-8b-other-host",
         "sidebyside-qwen3-8b-32-cores",
+        "sidebyside-qwen3-8b-with-pauses",
+        "sidebyside-qwen3-8b-without-pauses",
         "sinks",
         "stalled",
         "stream",
