@@ -18,7 +18,8 @@ Why requests are not late
 When the thread is not paused
     If the core has waited for `_LONGEST` and the thread still reads, the next launch does not pause
     it. Otherwise the thread could read one message in each step while more arrive. With worker
-    processes nothing is launched in the core's process.
+    processes nothing is launched in the core's process. So nothing is paused there, and the core
+    does not wait.
 
 Invariants: messages keep their order. The core waits at most `_LONGEST` before a step, or twice
 that if it was idle.
@@ -118,6 +119,9 @@ def pause_input_in_launches() -> None:
     )
 
     def take_all(proc: EngineCoreProc) -> None:
+        if not isinstance(proc.model_executor, UniProcExecutor):
+            take(proc)
+            return
         idle = not proc.has_work()
         _INPUT_THREAD.wait()
         take(proc)  # if the core is idle, this returns with the first request

@@ -92,6 +92,7 @@ class Engine:
         self.worker = Worker()
         self.executor: UniProcExecutor = object.__new__(UniProcExecutor)
         self.executor.driver_worker = self.worker  # type: ignore[assignment]  # stands for vLLM's
+        self.proc.model_executor = self.executor
 
     def send(self, *aborted: str) -> None:
         """Sends messages to abort these requests, the simplest that carry an id."""
@@ -244,25 +245,44 @@ def test_a_thread_that_is_behind_is_not_paused(
     assert steps < len(names) / 2, "the thread read one message in each step"
 
 
-def test_the_core_waits_once_for_a_thread_that_does_not_read(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(input_pauses, "_LONGEST", 0.1)
+def block(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Sends a message that the thread reads until the event that is returned is set."""
     blocked, go_on = threading.Event(), threading.Event()
 
     def put(item: Any) -> None:
         blocked.set()
-        go_on.wait(WAIT)
+        go_on.wait(2 * WAIT)
 
     monkeypatch.setattr(engine.proc.aborts_queue, "put_nowait", put)
     engine.proc.work = True
     engine.send("a")
     assert blocked.wait(WAIT)
+    return go_on
+
+
+def test_the_core_waits_once_for_a_thread_that_does_not_read(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(input_pauses, "_LONGEST", 0.1)
+    go_on = block(engine, monkeypatch)
     began = time.monotonic()
     assert engine.proc.take() == []
     first = time.monotonic()
     assert engine.proc.take() == []
     assert time.monotonic() - first < 0.1 <= first - began
+    go_on.set()
+    assert until(lambda: engine.proc.take() == ["a"])
+
+
+def test_a_core_with_worker_processes_does_not_wait(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(input_pauses, "_LONGEST", WAIT)
+    engine.proc.model_executor = object.__new__(MultiprocExecutor)
+    go_on = block(engine, monkeypatch)
+    began = time.monotonic()
+    assert engine.proc.take() == []
+    assert time.monotonic() - began < WAIT
     go_on.set()
     assert until(lambda: engine.proc.take() == ["a"])
 
