@@ -289,6 +289,12 @@ def from_rpc(
             "again once engine.wait_until_ready() has returned"
         )
         return kind(lost if begun else f"{unanswered(target, text)}; {START_ONE}", details=text)
+    if kind is Unimplemented and not details.reason:  # also from a Rheostat server without the rpc
+        message = (
+            f"the program at {target} does not know this call: it is no Rheostat server, or an "
+            "older one"
+        )
+        return kind(message, details=text)
     if kind is Cancelled and text in _CANCELLED_HERE:
         return kind(CANCELLED_HERE, details=text)
     if kind is DeadlineExceeded and timeout is not None:

@@ -240,6 +240,18 @@ def test_why_no_server_answers_is_said_in_words(client, server, refusal, said, c
     assert raised.value.details == said
 
 
+def test_another_server_or_an_older_one_does_not_know_a_call(client, server, refusal):
+    said = "Method not found!"  # as gRPC says it
+    server.on("Tokenize", refusal(grpc.StatusCode.UNIMPLEMENTED, said))
+    with pytest.raises(rheostat.Unimplemented) as raised:
+        client.run(lambda engine: engine.tokenize("x"))
+    assert str(raised.value) == (
+        f"the program at {server.target} does not know this call: it is no Rheostat server, or an "
+        "older one"
+    )
+    assert raised.value.details == said
+
+
 def test_a_connection_that_ends_within_an_answer_is_lost(client, server, refusal):
     started = generation_service_pb2.GenerateResponse(started={})
     server.on("Generate", [started, refusal(grpc.StatusCode.UNAVAILABLE, "reset")])

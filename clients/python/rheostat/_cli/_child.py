@@ -1,4 +1,4 @@
-"""A temporary server with the demo model, and waiting until a server is ready."""
+"""A temporary server with the demo model."""
 
 from __future__ import annotations
 
@@ -14,20 +14,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import grpc
-from grpc_health.v1 import health_pb2
-
 from rheostat._cli._common import CommandError
 from rheostat._cli._progress import Phase
-from rheostat._cli._words import START_ONE
-from rheostat._connection.channel import checked_target
+from rheostat._client.engine import connect
+from rheostat._errors import DeadlineExceeded, Unavailable
 
-_POLL = 0.5
-"""Seconds between health checks."""
+_CHECK_EVERY = 0.5
+"""Seconds after which the process is looked at again."""
 _STARTUP = 900.0
 """Seconds that a server has until it is ready."""
-_UNREACHABLE = 10.0
-"""Seconds without an answer after which a server counts as unreachable."""
 _TERMINATION = 30.0
 """Seconds that a server has to stop before it is killed."""
 _LAST_LINES = 12
@@ -64,47 +59,28 @@ def demo_server() -> Iterator[str]:
                         raise CommandError(f"the server ended: {_reason(lines)}")
                     phase.note(progress_in(log))
 
-                wait_until_serving(target, check, unreachable=_STARTUP)
+                _wait_until_ready(target, check)
             yield target
         finally:
             with Phase("stopping the server"):
                 _stop(child)
 
 
-def wait_until_serving(
-    target: str, check: Callable[[], None] = lambda: None, unreachable: float = _UNREACHABLE
-) -> None:
-    """Return once the server's health is SERVING.
-
-    ``check`` may raise to end the wait. Raises CommandError if no server answers for
-    ``unreachable`` seconds, or if it is not ready within 15 minutes; InvalidRequest for a wrong
-    target.
-    """
-    began = answered = time.monotonic()
-    with grpc.insecure_channel(checked_target(target)) as channel:
-        ask = channel.unary_unary(
-            "/grpc.health.v1.Health/Check",
-            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
-            response_deserializer=health_pb2.HealthCheckResponse.FromString,
-        )
+def _wait_until_ready(target: str, check: Callable[[], None]) -> None:
+    """Return once a server that starts is ready; `check` may raise to end the wait."""
+    end = time.monotonic() + _STARTUP
+    with connect(target) as engine:
         while True:
             check()
             try:
-                answer = ask(health_pb2.HealthCheckRequest(), timeout=5)
-                answered = time.monotonic()
-                if answer.status == health_pb2.HealthCheckResponse.SERVING:
-                    return
-            except grpc.RpcError as error:
-                if not isinstance(error, grpc.Call):
-                    raise
-                if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                    raise CommandError(f"{target} is no Rheostat server") from error
-            now = time.monotonic()
-            if now - answered > unreachable:
-                raise CommandError(f"no server answers at {target}: {START_ONE}")
-            if now - began > _STARTUP:
-                raise CommandError(f"the server at {target} was not ready after {_STARTUP:g} s")
-            time.sleep(_POLL)
+                engine.wait_until_ready(_CHECK_EVERY)
+            except (Unavailable, DeadlineExceeded) as error:
+                if time.monotonic() > end:
+                    raise CommandError(
+                        f"the server at {target} was not ready after {_STARTUP:g} s"
+                    ) from error
+            else:
+                return
 
 
 def _free_port() -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rheostat import aio
 from rheostat._cli import _tone, _trace
-from rheostat._cli._child import demo_server, wait_until_serving
+from rheostat._cli._child import demo_server
 from rheostat._cli._common import (
     CommandError,
     Subparsers,
@@ -20,6 +20,7 @@ from rheostat._cli._common import (
     need_server,
 )
 from rheostat._cli._progress import Phase
+from rheostat._client.engine import connect
 
 _AT_ONCE = 16
 _LEAST_WIDTH, _MOST_WIDTH = 72, 132
@@ -51,8 +52,8 @@ def run(args: argparse.Namespace) -> int:
     _check_picture(args.out)
     with demo_server() if args.target is None else nullcontext(args.target) as target:
         if args.target is not None:
-            with Phase(f"waiting for {target}"):
-                wait_until_serving(target)
+            with connect(target) as engine, Phase(f"waiting for {target}"):
+                engine.wait_until_ready()
         asyncio.run(_show(target, args.out))
     return 0
 

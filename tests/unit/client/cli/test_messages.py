@@ -13,8 +13,7 @@ from google.protobuf import text_format
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 import rheostat
-from rheostat._cli import _child, main
-from rheostat._cli._common import CommandError
+from rheostat._cli import main
 from rheostat._cli._words import error_text
 from rheostat._connection import readiness
 from rheostat._event_streams.reconnect import ReconnectPolicy
@@ -146,12 +145,12 @@ def test_a_server_that_loads_its_model_is_waited_for_with_wait(server, capsys, r
     )
 
 
-def test_a_demo_without_its_server_says_how_to_start_one(server):
+def test_a_demo_without_its_server_says_how_to_start_one(server, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(readiness, "UNREACHABLE", 0.0)
     server.stop()
-    with pytest.raises(CommandError) as raised:
-        _child.wait_until_serving(server.target, unreachable=0)
-    assert str(raised.value) == (
-        f"no server answers at {server.target}: "
+    assert main(["demo", "--target", server.target, "--out", str(tmp_path / "demo.png")]) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"rheostat: no server answers at {server.target}: nothing listens there; waited 0 s; "
         "start one with rheostat serve MODEL, or name one with --target"
     )
 
