@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
+import numpy.typing as npt
+
 from rheostat._points import Point, Site
 from rheostat_wire.v1 import types_pb2
 
@@ -20,7 +23,7 @@ def show_points(sites: Iterable[Site]) -> list[str]:
     return [f"{point} {show_ranges(_ranges(numbers))}" for point, numbers in layers.items()]
 
 
-def _ranges(numbers: list[int]) -> list[range]:
+def _ranges(numbers: Iterable[int]) -> list[range]:
     ranges: list[range] = []
     for number in sorted(numbers):
         if ranges and ranges[-1].stop == number:
@@ -36,6 +39,11 @@ def show_ranges(ranges: Iterable[range]) -> str:
         str(extent[0]) if len(extent) == 1 else f"{extent[0]}-{extent[-1]}" for extent in ranges
     )
     return ", ".join(shown) or "none"
+
+
+def show_positions(positions: npt.NDArray[np.int64]) -> str:
+    """As "0-4, 7", or "none"; positions are different."""
+    return show_ranges(_ranges(positions.tolist()))
 
 
 def unknown_sites_text(count: int) -> list[str]:

@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from rheostat._cli._listing import Plain, plain
 from rheostat._cli._stops import Bounds
 from rheostat._fields import counted
+from rheostat._positions import show_positions
 from rheostat._responses.signals import SignalColumn
 from rheostat._responses.updates import UpdateApplied, UpdateRefused
 from rheostat._watches.events import (
@@ -208,10 +208,3 @@ def _curve(numbers: Sequence[float]) -> str:
     low, high = min(numbers), max(numbers)
     scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
     return "".join(_BLOCKS[round((number - low) * scale)] for number in numbers)
-
-
-def show_positions(positions: npt.NDArray[np.int64]) -> str:
-    """As "0-4, 7"."""
-    ends = np.flatnonzero(np.diff(positions) > 1) + 1
-    runs = [(int(run[0]), int(run[-1])) for run in np.split(positions, ends) if len(run)]
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

@@ -23,8 +23,8 @@ from rheostat._cli._common import (
     writing,
 )
 from rheostat._cli._filters import add_filter, add_limit, add_where, selected
-from rheostat._cli._readings import show_positions
 from rheostat._fields import counted
+from rheostat._positions import show_positions
 from rheostat._responses.results import DroppedRows
 from rheostat._subscriptions.events import CapturedRows, EndOfRequest, SubscriptionEvent
 from rheostat._subscriptions.subscription import Subscription
