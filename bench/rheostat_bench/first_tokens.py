@@ -2,9 +2,9 @@
 
 Runs bursts of requests on stock vLLM in process and on this server, in turns. For each arm it
 reports medians: when the first, the middle and the last request reached the front end, the server,
-vLLM's client and the engine's core; the prompts, tokens and launch time of the first steps; and
-when clients had their first tokens. Recording costs a little, so use `sidebyside` to compare times
-to the first token.
+vLLM's client and the engine's core; the prompts, tokens and launch time of the first steps; when
+the server read the first tokens; and when clients had them. Recording costs a little, so use
+`sidebyside` to compare times to the first token.
 
     rheostat bench first_tokens --shape qwen3-8b --streams 32 256 --out results
 """
@@ -45,6 +45,7 @@ from rheostat_bench.traced import (
     ADDED,
     IN_CORE,
     LAUNCH,
+    READ,
     RECEIVED,
     SCHEDULE,
     UPDATE,
@@ -111,10 +112,10 @@ def figures(bursts: Sequence[Burst], found: Sequence[Record]) -> dict[str, objec
         found: the records of all processes, in order of time.
 
     Returns:
-        `called`, the places, and `first_token`: each for the first, the middle and the last
-        request. `steps`: those in which prompts began, in order; the i-th is the median of the i-th
-        steps of all bursts that have one. `unmatched`: bursts whose steps could not be told,
-        because records of launches or outputs are missing.
+        `called`, the places, `read` (of this server) and `first_token`: each for the first, the
+        middle and the last request. `steps`: those in which prompts began, in order; the i-th is
+        the median of the i-th steps of all bursts that have one. `unmatched`: bursts whose steps
+        could not be told, because records of launches or outputs are missing.
     """
     times, steps = zip(*(_times_and_steps(burst, found) for burst in bursts), strict=True)
     matched = [some for some in steps if some is not None]
@@ -155,6 +156,12 @@ def _times_and_steps(
     }
     times = {"called": ms([stream.began for stream in burst.streams])}
     times |= {name: ms([one.began for one in by_name[name]]) for name in _PLACES if by_name[name]}
+    read: dict[int, float] = {}
+    for one in inside:
+        if one.name == READ:
+            read.setdefault(one.owner, one.began)  # later ones are of the sample's next tokens
+    if read:
+        times["read"] = ms(list(read.values()))
     times["first_token"] = ms([stream.first for stream in burst.streams])
     schedules, launches, updates = (by_name[name] for name in (SCHEDULE, LAUNCH, UPDATE))
     if not 0 <= len(schedules) - len(launches) <= 1 or not 0 <= len(launches) - len(updates) <= 2:

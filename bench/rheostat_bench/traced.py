@@ -32,6 +32,8 @@ _EXECUTE = "exec_module"
 
 ACCEPTED, RECEIVED, ADDED, IN_CORE = "accepted", "received", "added", "in the core"
 SCHEDULE, LAUNCH, UPDATE = "schedule", "launch", "update"
+READ = "read"
+"""The server reads new tokens of a sample."""
 POINTS = {
     "rheostat_server.front_ends.forwarder": {"Forwarder._begin": ACCEPTED},
     "rheostat_server.front_ends.call_tasks": {"CallTasks._begin": RECEIVED},
@@ -42,6 +44,7 @@ POINTS = {
         "Scheduler.update_from_output": UPDATE,
     },
     "vllm.v1.worker.gpu_worker": {"Worker.execute_model": LAUNCH},
+    "rheostat_engine.adapters.outputs": {"_Reader._take": READ},
 }
 """The functions, by module, each with the name of its records."""
 
@@ -60,6 +63,8 @@ class Record(NamedTuple):
     """Of a `SCHEDULE`: prompts that begin in the step."""
     tokens: int = 0
     """Of a `SCHEDULE`: tokens of the step."""
+    owner: int = 0
+    """Of a `READ`: a number that tells samples of the same time apart."""
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -106,7 +111,8 @@ class _Recorder:
             ended, cpu = time.monotonic(), time.thread_time() - cpu
             ran = (0.0, 0.0) if waits else (ended - began, cpu)
             step = _step(result) if name == SCHEDULE else (0, 0)
-            self._records.append(Record(name, began, *ran, *step))
+            owner = id(args[0]) if name == READ else 0
+            self._records.append(Record(name, began, *ran, *step, owner))
             self._start()
             return result
 

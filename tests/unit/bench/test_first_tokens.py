@@ -18,6 +18,7 @@ from rheostat_bench.traced import (
     IN_CORE,
     LAUNCH,
     POINTS,
+    READ,
     SCHEDULE,
     UPDATE,
     Record,
@@ -39,6 +40,9 @@ class Engine:
 
     def schedule(self, output):
         return output
+
+    def take(self):
+        pass
 """
 
 
@@ -66,7 +70,12 @@ async def test_calls_are_recorded_and_return_what_they_did(
     (tmp_path / "traced_module.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    points = {"Engine.launch": LAUNCH, "Engine.add": ADDED, "Engine.schedule": SCHEDULE}
+    points = {
+        "Engine.launch": LAUNCH,
+        "Engine.add": ADDED,
+        "Engine.schedule": SCHEDULE,
+        "Engine.take": READ,
+    }
     monkeypatch.setattr(traced, "POINTS", {"traced_module": points})
     recorder = traced._Recorder(tmp_path)
     sys.meta_path.insert(0, traced._Finder(recorder))
@@ -75,9 +84,11 @@ async def test_calls_are_recorded_and_return_what_they_did(
     assert engine.launch(0.02) == "launched"
     assert await engine.add() == "added"
     assert engine.schedule(output) is output
+    engine.take()
     recorder._write()
-    launch, add, schedule = records(tmp_path)
-    assert (launch.name, add.name, schedule.name) == (LAUNCH, ADDED, SCHEDULE)
+    launch, add, schedule, take = records(tmp_path)
+    assert (launch.name, add.name, schedule.name, take.name) == (LAUNCH, ADDED, SCHEDULE, READ)
+    assert (schedule.owner, take.owner) == (0, id(engine))
     assert launch.seconds >= 0.02 > launch.cpu
     assert (add.seconds, add.cpu) == (0.0, 0.0)
     assert (schedule.prompts, schedule.tokens) == (2, 64)
@@ -158,6 +169,15 @@ def test_the_figures_are_medians_of_bursts_and_of_their_steps() -> None:
     first = {"prompts": 1, "tokens": 32, "scheduled": 4.0, "launch": 21.0, "launch_cpu": 15.0}
     second = {"prompts": 2, "tokens": 65, "scheduled": 74.5, "launch": 30.0, "launch_cpu": 25.0}
     assert found["steps"] == [{**first, "processed": 63.0}, {**second, "processed": 114.5}]
+
+
+def test_the_first_tokens_that_the_server_reads_are_counted() -> None:
+    burst, some = burst_at(100.0)
+    read = [
+        Record(READ, 100.0 + at, 0.0, 0.0, owner=owner)
+        for at, owner in ((0.04, 7), (0.05, 8), (0.06, 7), (0.09, 9), (0.1, 8))
+    ]
+    assert figures([burst], [*some, *read])["read"] == pytest.approx([40.0, 50.0, 90.0])
 
 
 def test_a_burst_with_missing_records_has_no_steps() -> None:
