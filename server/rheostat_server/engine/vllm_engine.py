@@ -215,6 +215,8 @@ def _start(
 
     prepare_front_end()
     vllm_config = make_config(config, path, settings, device, loras)
+    compiles = bool(vllm_config.compilation_config.mode)
+    _LOG.info("starting the engine%s", ", which compiles the model" if compiles else "")
     # No variable here may refer to the `AsyncLLM`: see `prepare_front_end`.
     with core_left_to_server(config, device):
         loaded = LoadedEngine(

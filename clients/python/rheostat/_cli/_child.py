@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -110,7 +111,7 @@ def progress_in(log: Path) -> str:
     Lines of vLLM are skipped, because its warnings on a CPU read like failures.
     """
     messages = _OWN_MESSAGE.findall(log.read_text(errors="replace"))
-    return messages[-1][:_NOTE_WIDTH] if messages else ""
+    return textwrap.shorten(messages[-1], _NOTE_WIDTH, placeholder=" ...") if messages else ""
 
 
 def _reason(lines: list[str]) -> str:

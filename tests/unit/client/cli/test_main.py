@@ -471,6 +471,9 @@ def test_a_starting_server_shows_its_own_messages_alone(tmp_path):
         print(f"{own}.warm_up: running 8 requests before serving", file=lines)
         print("(EngineCore pid=7) ERROR 11-22 [core.py:2] no tcmalloc", file=lines)
     assert _child.progress_in(log) == "running 8 requests before serving"
+    with log.open("a") as lines:
+        print(f"{own}.vllm_engine: {'a word, ' * 20}", file=lines)
+    assert _child.progress_in(log) == "a word, " * 6 + "a word, ..."
 
 
 def test_something_else_at_the_target_is_no_rheostat_server(server, tmp_path, capsys, refusal):

@@ -3,6 +3,7 @@
 import logging
 import os
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Literal
 
 import pytest
@@ -229,7 +230,8 @@ def test_the_engine_is_started_with_a_core_left_to_the_server(
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(AsyncLLM, "from_vllm_config", start)
-    monkeypatch.setattr(vllm_engine, "make_config", lambda *_: None)
+    made = SimpleNamespace(compilation_config=SimpleNamespace(mode=0))
+    monkeypatch.setattr(vllm_engine, "make_config", lambda *_: made)
     config = ServerConfig(model="demo", distributed_executor_backend="uni.UniProcExecutor")
     with pytest.raises(Started, match=r"^3$"):
         vllm_engine._start(config, "", EngineSettings("ipc://nowhere"), "cpu", ())
