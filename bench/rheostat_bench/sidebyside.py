@@ -395,6 +395,7 @@ def main() -> None:
     parser.add_argument("--api-servers", type=int, nargs="*", default=[1, 6])
     parser.add_argument("--arms", nargs="+", choices=(*ARMS, *GATED_ARMS), default=ARMS)
     parser.add_argument("--starts", type=int, default=1, help="of each engine")
+    parser.add_argument("--options", nargs="*", default=[], help="of `rheostat serve`, without --")
     parser.add_argument(
         "--same-prompts",
         action="store_true",
@@ -442,6 +443,7 @@ def _measure_start(
             "prompt": _PROMPT,
             "tokens": arguments.tokens,
             "step_tokens": config.max_num_batched_tokens,
+            "options": arguments.options,
             "starts": start + 1,
             "repeats": arguments.repeats,
             "same_prompts": arguments.same_prompts,
@@ -488,7 +490,8 @@ def _start(
     for count in arguments.front_ends:
         log = scratch / f"server-{count}.log"
         spooled = replace(config, spool=str(scratch / f"spool-{count}"))
-        process = served_process(str(config.model), log, server_flags(spooled, count))
+        flags = server_flags(spooled, count) + [f"--{option}" for option in arguments.options]
+        process = served_process(str(config.model), log, flags)
         target = stack.enter_context(process).target
         served = store_vectors(target)
         watcher = stack.enter_context(Worker(partial(watching, target)))

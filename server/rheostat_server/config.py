@@ -139,6 +139,13 @@ class ServerConfig:
     enforce_eager: bool = _flag(
         False, "run the model uncompiled and without CUDA graphs", words="off"
     )
+    max_cudagraph_capture_size: int | None = _flag(
+        None,
+        "steps of at most so many tokens run as CUDA graphs",
+        "TOKENS",
+        _COUNT,
+        _VLLM,
+    )
     gpu_memory_utilization: float | None = _flag(
         None,
         "fraction of the device's memory that vLLM may take",

@@ -55,6 +55,9 @@ _OPENMP_VARIABLE = "OMP_NUM_THREADS"
 _ONE_PROCESS = "UniProcExecutor"
 """End of the name of the executor that runs the worker in the engine's process."""
 
+_VLLM_GRAPH_TOKENS = 512
+"""Tokens of vLLM's largest CUDA graph by default, on most devices."""
+
 _IPC = "ipc://"
 
 _SEE_LOG = "See root cause above"
@@ -363,6 +366,7 @@ def engine_arguments(config: ServerConfig, path: str) -> dict[str, object]:
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "enforce_eager": config.enforce_eager,
+        **graph_arguments(config.max_cudagraph_capture_size),
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "kv_cache_memory_bytes": config.kv_cache_memory_bytes,
         "block_size": config.block_size,
@@ -375,6 +379,19 @@ def engine_arguments(config: ServerConfig, path: str) -> dict[str, object]:
         "shutdown_timeout": int(config.drain_grace) + 1,
     }
     return {name: value for name, value in wanted.items() if value is not None}
+
+
+def graph_arguments(most: int | None) -> dict[str, object]:
+    """Arguments of vLLM for CUDA graphs of at most so many tokens; None: vLLM's choice.
+
+    Above `_VLLM_GRAPH_TOKENS`, vLLM would capture a graph for every 16 tokens, and each takes time
+    and memory. Here they are further apart. A step computes as many tokens as its graph has.
+    """
+    if most is None or most <= _VLLM_GRAPH_TOKENS:
+        return {"max_cudagraph_capture_size": most}
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, _VLLM_GRAPH_TOKENS, 16)]  # as vLLM's
+    sizes += [*range(_VLLM_GRAPH_TOKENS, 1024, 64), *range(1024, most, 128)]
+    return {"cudagraph_capture_sizes": [*(size for size in sizes if size < most), most]}
 
 
 def what_happened(error: Exception) -> str:

@@ -343,7 +343,7 @@ def test_serve_sets_what_is_named_and_exits_as_the_server_does(monkeypatch):
     line = "serve some/model --host 0.0.0.0 --port 0 --dtype float32 --max-model-len 512"
     line += " --max-num-seqs 8 --max-num-batched-tokens 64 --enforce-eager --seed 3"
     line += " --gpu-memory-utilization 0.5 --tensor-parallel-size 2 --load-format dummy"
-    line += " --distributed-executor-backend mp"
+    line += " --distributed-executor-backend mp --max-cudagraph-capture-size 16"
     line += " --bank-mib 4 --capture-mib 8 --staging-mib 9 --vector-store-mib 16 --runs-mib 5"
     line += " --vector-dir vectors --enable-log-requests"
     assert main(line.split()) == 3
@@ -362,6 +362,7 @@ def test_serve_sets_what_is_named_and_exits_as_the_server_does(monkeypatch):
             gpu_memory_utilization=0.5,
             tensor_parallel_size=2,
             distributed_executor_backend="mp",
+            max_cudagraph_capture_size=16,
             load_format="dummy",
             bank_bytes=4 * 2**20,
             capture_bytes=8 * 2**20,

@@ -1,10 +1,11 @@
 """What vLLM is told to take, and what a user is told when it doesn't come up."""
 
+import itertools
 import logging
 import os
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Literal
+from typing import Any, Literal, cast
 
 import pytest
 from vllm import platforms
@@ -22,6 +23,7 @@ from rheostat_server.engine.vllm_engine import (
     DEMO_MODEL,
     core_left_to_server,
     cpu_memory,
+    engine_arguments,
     load_engine,
     make_config,
     what_happened,
@@ -235,6 +237,47 @@ def test_the_engine_is_started_with_a_core_left_to_the_server(
     config = ServerConfig(model="demo", distributed_executor_backend="uni.UniProcExecutor")
     with pytest.raises(Started, match=r"^3$"):
         vllm_engine._start(config, "", EngineSettings("ipc://nowhere"), "cpu", ())
+
+
+@pytest.mark.parametrize("most", [1, 256, 512])
+def test_smaller_cuda_graphs_are_vllms(most: int) -> None:
+    arguments = engine_arguments(ServerConfig(model="m", max_cudagraph_capture_size=most), "/m")
+    assert arguments["max_cudagraph_capture_size"] == most
+    assert "cudagraph_capture_sizes" not in arguments
+
+
+@pytest.mark.parametrize("most", [513, 600, 1024, 1100, 2048, 4096])
+def test_larger_cuda_graphs_are_further_apart_than_vllms(most: int) -> None:
+    arguments = engine_arguments(ServerConfig(model="m", max_cudagraph_capture_size=most), "/m")
+    sizes = arguments["cudagraph_capture_sizes"]
+    assert isinstance(sizes, list)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == most
+    assert [size for size in sizes if size <= 512] == vllm_sizes(512)
+    larger = [512, *(size for size in sizes if size > 512)]
+    for one, following in itertools.pairwise(larger):
+        assert 0 < following - one <= (64 if following <= 1024 else 128)
+    assert len(larger) <= 1 + 8 + (most - 512) // 128
+    assert "max_cudagraph_capture_size" not in arguments, "vLLM accepts one of the two"
+
+
+def vllm_sizes(most: int) -> list[int]:
+    """The sizes that vLLM chooses up to a largest one, on a device with many samples."""
+    chosen = SimpleNamespace(
+        model_config=SimpleNamespace(enforce_eager=False),
+        compilation_config=SimpleNamespace(
+            cudagraph_mode=None,
+            cudagraph_capture_sizes=None,
+            max_cudagraph_capture_size=most,
+            post_init_cudagraph_sizes=lambda: None,
+        ),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=8192, max_num_seqs=1024),
+        performance_mode="balanced",
+        speculative_config=None,
+        uniform_decode_query_len=1,
+    )
+    VllmConfig._set_cudagraph_sizes(cast(Any, chosen))
+    return chosen.compilation_config.cudagraph_capture_sizes
 
 
 def test_a_validation_error_is_told_by_what_is_wrong_not_by_its_count() -> None:
