@@ -395,7 +395,12 @@ def main() -> None:
     parser.add_argument("--api-servers", type=int, nargs="*", default=[1, 6])
     parser.add_argument("--arms", nargs="+", choices=(*ARMS, *GATED_ARMS), default=ARMS)
     parser.add_argument("--starts", type=int, default=1, help="of each engine")
-    parser.add_argument("--options", nargs="*", default=[], help="of `rheostat serve`, without --")
+    parser.add_argument(
+        "--options",
+        nargs="*",
+        default=[],
+        help="of this server alone: flags of `rheostat serve` without --, such as seed=1",
+    )
     parser.add_argument(
         "--same-prompts",
         action="store_true",

@@ -14,6 +14,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import inspect
+import itertools
 import json
 import os
 import sys
@@ -23,6 +24,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 _FOLDER = "RHEOSTAT_BENCH_TRACES"
 _WRITE_EVERY = 0.5
@@ -64,7 +66,7 @@ class Record(NamedTuple):
     tokens: int = 0
     """Of a `SCHEDULE`: tokens of the step."""
     owner: int = 0
-    """Of a `READ`: a number that tells samples of the same time apart."""
+    """Of a `READ`: the number of the sample in its process."""
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -90,6 +92,8 @@ class _Recorder:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._records: list[Record] = []
+        self._owners: WeakKeyDictionary[object, int] = WeakKeyDictionary()
+        self._numbers = itertools.count(1)
         self._writing = threading.Lock()
         self._started = False
         os.register_at_fork(after_in_child=self._forget)
@@ -111,12 +115,19 @@ class _Recorder:
             ended, cpu = time.monotonic(), time.thread_time() - cpu
             ran = (0.0, 0.0) if waits else (ended - began, cpu)
             step = _step(result) if name == SCHEDULE else (0, 0)
-            owner = id(args[0]) if name == READ else 0
+            owner = self._number_of(args[0]) if name == READ else 0
             self._records.append(Record(name, began, *ran, *step, owner))
             self._start()
             return result
 
         return wrapped
+
+    def _number_of(self, owner: object) -> int:
+        """A number of an object that no other has, before or after it."""
+        number = self._owners.get(owner)
+        if number is None:
+            number = self._owners[owner] = next(self._numbers)
+        return number
 
     def _start(self) -> None:
         if not self._started:

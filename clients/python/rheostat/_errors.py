@@ -291,8 +291,8 @@ def from_rpc(
         return kind(lost if begun else f"{unanswered(target, text)}; {START_ONE}", details=text)
     if kind is Unimplemented and not details.reason:  # also from a Rheostat server without the rpc
         message = (
-            f"the program at {target} does not know this call: it is no Rheostat server, or an "
-            "older one"
+            f"{target} does not know this call: no Rheostat server listens there, or an older one, "
+            "or a proxy does not pass it on"
         )
         return kind(message, details=text)
     if kind is Cancelled and text in _CANCELLED_HERE:

@@ -42,7 +42,7 @@ def show_ranges(ranges: Iterable[range]) -> str:
 
 
 def show_positions(positions: npt.NDArray[np.int64]) -> str:
-    """As "0-4, 7", or "none"; positions are different."""
+    """As "0-4, 7", or "none". No position may occur twice."""
     return show_ranges(_ranges(positions.tolist()))
 
 

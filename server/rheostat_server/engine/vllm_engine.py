@@ -218,8 +218,8 @@ def _start(
 
     prepare_front_end()
     vllm_config = make_config(config, path, settings, device, loras)
-    compiles = bool(vllm_config.compilation_config.mode)
-    _LOG.info("starting the engine%s", ", which compiles the model" if compiles else "")
+    compiled = bool(vllm_config.compilation_config.mode)
+    _LOG.info("starting the engine%s", " with a compiled model" if compiled else "")
     # No variable here may refer to the `AsyncLLM`: see `prepare_front_end`.
     with core_left_to_server(config, device):
         loaded = LoadedEngine(
@@ -268,6 +268,13 @@ def make_config(
     # this context takes a quarter of the tokens on a large GPU, and an eighth of the samples.
     made = AsyncEngineArgs(**arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
     step_tokens = made.scheduler_config.max_num_batched_tokens
+    if config.max_cudagraph_capture_size is not None:
+        sizes = graph_sizes(min(config.max_cudagraph_capture_size, step_tokens))
+        made = AsyncEngineArgs(**arguments, cudagraph_capture_sizes=sizes).create_engine_config(
+            UsageContext.OPENAI_API_SERVER
+        )
+        if not made.compilation_config.cudagraph_capture_sizes:
+            _LOG.warning("--max-cudagraph-capture-size has no effect: there are no CUDA graphs")
     sized = replace(
         settings,
         capture_bytes=config.ring_bytes(step_tokens),
@@ -366,7 +373,6 @@ def engine_arguments(config: ServerConfig, path: str) -> dict[str, object]:
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "enforce_eager": config.enforce_eager,
-        **graph_arguments(config.max_cudagraph_capture_size),
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "kv_cache_memory_bytes": config.kv_cache_memory_bytes,
         "block_size": config.block_size,
@@ -381,17 +387,15 @@ def engine_arguments(config: ServerConfig, path: str) -> dict[str, object]:
     return {name: value for name, value in wanted.items() if value is not None}
 
 
-def graph_arguments(most: int | None) -> dict[str, object]:
-    """Arguments of vLLM for CUDA graphs of at most so many tokens; None: vLLM's choice.
+def graph_sizes(most: int) -> list[int]:
+    """Tokens of the CUDA graphs for steps of at most `most` tokens.
 
-    Above `_VLLM_GRAPH_TOKENS`, vLLM would capture a graph for every 16 tokens, and each takes time
-    and memory. Here they are further apart. A step computes as many tokens as its graph has.
+    vLLM itself would capture a graph for every 16 tokens above 256, and each takes time and memory.
+    Above `_VLLM_GRAPH_TOKENS` they are further apart here.
     """
-    if most is None or most <= _VLLM_GRAPH_TOKENS:
-        return {"max_cudagraph_capture_size": most}
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, _VLLM_GRAPH_TOKENS, 16)]  # as vLLM's
     sizes += [*range(_VLLM_GRAPH_TOKENS, 1024, 64), *range(1024, most, 128)]
-    return {"cudagraph_capture_sizes": [*(size for size in sizes if size < most), most]}
+    return [*(size for size in sizes if size < most), most]
 
 
 def what_happened(error: Exception) -> str:

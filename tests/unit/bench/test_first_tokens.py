@@ -64,6 +64,21 @@ def test_the_recorded_functions_exist(module: str) -> None:
     assert POINTS[module].keys() <= methods
 
 
+def test_samples_have_different_numbers_even_if_they_share_an_address(tmp_path: Path) -> None:
+    class Reader:
+        pass
+
+    recorder = traced._Recorder(tmp_path)
+    take = recorder.wrap(lambda reader: None, READ)
+    for _ in range(3):
+        reader = Reader()
+        take(reader)
+        take(reader)
+        del reader
+    recorder._write()
+    assert [record.owner for record in records(tmp_path)] == [1, 1, 2, 2, 3, 3]
+
+
 async def test_calls_are_recorded_and_return_what_they_did(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,7 +103,7 @@ async def test_calls_are_recorded_and_return_what_they_did(
     recorder._write()
     launch, add, schedule, take = records(tmp_path)
     assert (launch.name, add.name, schedule.name, take.name) == (LAUNCH, ADDED, SCHEDULE, READ)
-    assert (schedule.owner, take.owner) == (0, id(engine))
+    assert (schedule.owner, take.owner) == (0, 1)
     assert launch.seconds >= 0.02 > launch.cpu
     assert (add.seconds, add.cpu) == (0.0, 0.0)
     assert (schedule.prompts, schedule.tokens) == (2, 64)

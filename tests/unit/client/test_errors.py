@@ -246,8 +246,8 @@ def test_another_server_or_an_older_one_does_not_know_a_call(client, server, ref
     with pytest.raises(rheostat.Unimplemented) as raised:
         client.run(lambda engine: engine.tokenize("x"))
     assert str(raised.value) == (
-        f"the program at {server.target} does not know this call: it is no Rheostat server, or an "
-        "older one"
+        f"{server.target} does not know this call: no Rheostat server listens there, or an older "
+        "one, or a proxy does not pass it on"
     )
     assert raised.value.details == said
 

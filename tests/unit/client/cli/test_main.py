@@ -480,7 +480,7 @@ def test_a_starting_server_shows_its_own_messages_alone(tmp_path):
 def test_something_else_at_the_target_is_no_rheostat_server(server, tmp_path, capsys, refusal):
     server.on("Check", refusal(grpc.StatusCode.UNIMPLEMENTED, "Method not found!"))
     assert main(["demo", "--target", server.target, "--out", str(tmp_path / "demo.png")]) == 1
-    assert "it is no Rheostat server, or an older one" in capsys.readouterr().err
+    assert "no Rheostat server listens there, or an older one" in capsys.readouterr().err
 
 
 def test_output_that_nobody_reads_any_more_ends_quietly(server):

@@ -13,7 +13,8 @@ from google.protobuf import text_format
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 import rheostat
-from rheostat._cli import main
+from rheostat._cli import _child, main
+from rheostat._cli._common import CommandError
 from rheostat._cli._words import error_text
 from rheostat._connection import readiness
 from rheostat._event_streams.reconnect import ReconnectPolicy
@@ -153,6 +154,30 @@ def test_a_demo_without_its_server_says_how_to_start_one(server, capsys, monkeyp
         f"rheostat: no server answers at {server.target}: nothing listens there; waited 0 s; "
         "start one with rheostat serve MODEL, or name one with --target"
     )
+
+
+def test_a_demo_waits_until_its_server_is_ready_or_has_ended(server, monkeypatch):
+    class Ended(Exception):
+        pass
+
+    checks = []
+
+    def check():
+        checks.append(len(server.asked))
+        if len(checks) == 9:
+            raise Ended
+
+    monkeypatch.setattr(readiness, "POLL", 0.0)
+    monkeypatch.setattr(_child, "_CHECK_EVERY", 0.0)
+    server.on("Check", LOADING, LOADING, SERVING)
+    _child._wait_until_ready(server.target, check)
+    assert checks == [0, 1, 2], "the process is looked at between health checks"
+    server.on("Check", LOADING)
+    with pytest.raises(Ended):
+        _child._wait_until_ready(server.target, check)
+    monkeypatch.setattr(_child, "_STARTUP", 0.0)
+    with pytest.raises(CommandError, match="was not ready after 0 s"):
+        _child._wait_until_ready(server.target, lambda: None)
 
 
 def test_wait_waits_until_the_server_is_ready(server, capsys, monkeypatch):

@@ -4,6 +4,7 @@ import inspect
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -93,6 +94,10 @@ class Engine:
         self.executor: UniProcExecutor = object.__new__(UniProcExecutor)
         self.executor.driver_worker = self.worker  # type: ignore[assignment]  # stands for vLLM's
         self.proc.model_executor = self.executor
+        self.proc.batch_queue = deque()  # as with async scheduling
+        self.proc.work = True  # so that `take` does not wait for a request
+        self.proc.take()  # as before each step
+        self.proc.work = False
 
     def send(self, *aborted: str) -> None:
         """Sends messages to abort these requests, the simplest that carry an id."""
@@ -274,17 +279,56 @@ def test_the_core_waits_once_for_a_thread_that_does_not_read(
     assert until(lambda: engine.proc.take() == ["a"])
 
 
-def test_a_core_with_worker_processes_does_not_wait(
+def test_the_core_does_not_wait_again_until_the_thread_has_caught_up(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(input_pauses, "_LONGEST", 0.05)
+    slow(engine, monkeypatch, 0.01)
+    engine.proc.work = True
+    engine.send(*(f"r{number}" for number in range(30)))
+    taken: list[str] = []
+    waits = []
+    while len(taken) < 30:
+        began = time.monotonic()
+        taken += engine.proc.take()
+        waits.append(time.monotonic() - began)
+        time.sleep(0.002)
+    assert sum(wait > 0.03 for wait in waits) <= 2
+    assert until(lambda: not (engine.proc.take() or input_pauses._INPUT_THREAD._is_behind))
+    seen: list[bool] = []
+    engine.worker.launch = lambda: (engine.send("a"), seen.append(until(lambda: engine.read, LATE)))
+    engine.step()
+    assert seen == [False], "a thread that has caught up is paused again"
+
+
+@pytest.mark.parametrize("without", ["worker in the core", "async scheduling"])
+def test_a_core_that_launches_nothing_beside_the_device_does_not_wait(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, without: str
+) -> None:
     monkeypatch.setattr(input_pauses, "_LONGEST", WAIT)
-    engine.proc.model_executor = object.__new__(MultiprocExecutor)
+    if without == "async scheduling":
+        engine.proc.batch_queue = None
+    else:
+        engine.proc.model_executor = object.__new__(MultiprocExecutor)
     go_on = block(engine, monkeypatch)
     began = time.monotonic()
     assert engine.proc.take() == []
     assert time.monotonic() - began < WAIT
     go_on.set()
     assert until(lambda: engine.proc.take() == ["a"])
+
+
+def test_without_async_scheduling_nothing_is_paused(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(input_pauses._INPUT_THREAD, "_is_paused_in_launches", False)  # as at first
+    engine.proc.batch_queue = None
+    engine.proc.work = True
+    engine.proc.take()
+    seen: list[bool] = []
+    engine.worker.launch = lambda: (engine.send("a"), seen.append(until(lambda: engine.read)))
+    engine.step()
+    assert seen == [True]
 
 
 def test_it_is_installed_once(engine: Engine) -> None:

@@ -23,7 +23,7 @@ from rheostat_server.engine.vllm_engine import (
     DEMO_MODEL,
     core_left_to_server,
     cpu_memory,
-    engine_arguments,
+    graph_sizes,
     load_engine,
     make_config,
     what_happened,
@@ -239,18 +239,19 @@ def test_the_engine_is_started_with_a_core_left_to_the_server(
         vllm_engine._start(config, "", EngineSettings("ipc://nowhere"), "cpu", ())
 
 
-@pytest.mark.parametrize("most", [1, 256, 512])
-def test_smaller_cuda_graphs_are_vllms(most: int) -> None:
-    arguments = engine_arguments(ServerConfig(model="m", max_cudagraph_capture_size=most), "/m")
-    assert arguments["max_cudagraph_capture_size"] == most
-    assert "cudagraph_capture_sizes" not in arguments
+@pytest.mark.parametrize("most", [1, 8, 256, 512])
+def test_smaller_cuda_graphs_are_those_of_vllm(most: int) -> None:
+    assert graph_sizes(most) == vllm_sizes(most)
+
+
+@pytest.mark.parametrize("most", [3, 300, 500])
+def test_the_largest_cuda_graph_has_the_size_that_was_given(most: int) -> None:
+    assert graph_sizes(most) == [size for size in vllm_sizes(512) if size < most] + [most]
 
 
 @pytest.mark.parametrize("most", [513, 600, 1024, 1100, 2048, 4096])
-def test_larger_cuda_graphs_are_further_apart_than_vllms(most: int) -> None:
-    arguments = engine_arguments(ServerConfig(model="m", max_cudagraph_capture_size=most), "/m")
-    sizes = arguments["cudagraph_capture_sizes"]
-    assert isinstance(sizes, list)
+def test_larger_cuda_graphs_are_further_apart_than_those_of_vllm(most: int) -> None:
+    sizes = graph_sizes(most)
     assert sizes == sorted(set(sizes))
     assert sizes[-1] == most
     assert [size for size in sizes if size <= 512] == vllm_sizes(512)
@@ -258,7 +259,36 @@ def test_larger_cuda_graphs_are_further_apart_than_vllms(most: int) -> None:
     for one, following in itertools.pairwise(larger):
         assert 0 < following - one <= (64 if following <= 1024 else 128)
     assert len(larger) <= 1 + 8 + (most - 512) // 128
-    assert "max_cudagraph_capture_size" not in arguments, "vLLM accepts one of the two"
+
+
+@pytest.mark.parametrize(("asked", "step", "largest"), [(1024, 600, 600), (2048, 8192, 2048)])
+def test_no_cuda_graph_is_larger_than_a_step(
+    monkeypatch: pytest.MonkeyPatch, asked: int, step: int, largest: int
+) -> None:
+    given: list[object] = []
+    create = AsyncEngineArgs.create_engine_config
+
+    def remember(self: AsyncEngineArgs, context: UsageContext) -> VllmConfig:
+        given.append(self.cudagraph_capture_sizes)
+        return create(self, context)
+
+    monkeypatch.setattr(AsyncEngineArgs, "create_engine_config", remember)
+    config = ServerConfig(
+        model=str(DEMO_MODEL),
+        max_num_batched_tokens=step,
+        max_num_seqs=128,
+        max_cudagraph_capture_size=asked,
+    )
+    make_config(config, config.model, EngineSettings("ipc://nowhere"), "cpu", ())
+    assert given == [None, graph_sizes(largest)]
+
+
+def test_a_size_of_cuda_graphs_without_effect_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "rheostat_server")
+    config = ServerConfig(model=str(DEMO_MODEL), max_cudagraph_capture_size=64)  # on a CPU
+    make_config(config, config.model, EngineSettings("ipc://nowhere"), "cpu", ())
+    said = [one.getMessage() for one in caplog.records if one.name.startswith("rheostat_server")]
+    assert "--max-cudagraph-capture-size has no effect: there are no CUDA graphs" in said
 
 
 def vllm_sizes(most: int) -> list[int]:
