@@ -42,8 +42,8 @@ def show_ranges(ranges: Iterable[range]) -> str:
 
 
 def show_positions(positions: npt.NDArray[np.int64]) -> str:
-    """As "0-4, 7", or "none". No position may occur twice."""
-    return show_ranges(_ranges(positions.tolist()))
+    """As "0-4, 7", or "none"."""
+    return show_ranges(_ranges(set(positions.tolist())))
 
 
 def unknown_sites_text(count: int) -> list[str]:
