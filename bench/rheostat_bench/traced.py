@@ -4,8 +4,8 @@ Processes that start with the variables of `environment(folder)` record. Python 
 `sitecustomize` at their start, which calls `install` before vLLM and the server are imported. Child
 processes inherit the variables. Each process writes its records to FOLDER/PID.jsonl.
 
-A record costs 2 to 4 µs (on the CPUs of two machines). Coroutine functions record only the time of the call, other
-functions also how long they ran. A call that raises is not recorded.
+A record costs 2 to 4 µs (on the CPUs of two machines). Coroutine functions record only the time of
+the call, other functions also how long they ran. A call that raises is not recorded.
 """
 
 import atexit
