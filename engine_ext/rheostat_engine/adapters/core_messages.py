@@ -52,7 +52,7 @@ def add_requests_fast(llm: Engine) -> None:
         setattr(llm.input_processor, _ASSIGN, _Numbered())
     if isinstance(llm.engine_core, AsyncMPClient):
         send_small_messages_at_once(llm.engine_core)
-        send_in_batches(llm.engine_core)
+        send_in_batches(llm.engine_core, llm.output_processor.get_num_unfinished_requests)
 
 
 class _Numbered:

@@ -1,5 +1,6 @@
 """vLLM's client of an engine's core, with a socket in the core's place."""
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ from vllm.v1.engine.core_client import AsyncMPClient, BackgroundResources
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from rheostat_engine import add_requests_fast
+from rheostat_engine.adapters import request_batches
 
 ENGINE = b"\x00\x00"
 _WAIT_MS = 5000
@@ -18,6 +20,8 @@ class Link:
     """vLLM's client, and the socket of an engine's core, which may connect late."""
 
     def __init__(self, folder: Any) -> None:
+        self.running = 0
+        """How many requests the engine computes."""
         self.context = zmq.asyncio.Context()
         self.address = f"ipc://{folder}/core"
         client: Any = object.__new__(AsyncMPClient)
@@ -50,6 +54,17 @@ class Link:
         return parts
 
 
+async def iterations_without_requests() -> None:
+    """As many as an idle engine waits for before it gets the requests that wait."""
+    for _ in range(request_batches._QUIET):
+        await asyncio.sleep(0)
+
+
 def make_fast(link: Link) -> None:
     """Makes the client send requests as the server's does."""
-    add_requests_fast(SimpleNamespace(engine_core=link.client, input_processor=SimpleNamespace()))
+    processor = SimpleNamespace(get_num_unfinished_requests=lambda: link.running + 1)
+    add_requests_fast(
+        SimpleNamespace(
+            engine_core=link.client, input_processor=SimpleNamespace(), output_processor=processor
+        )
+    )

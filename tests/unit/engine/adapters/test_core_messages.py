@@ -1,6 +1,5 @@
 """Requests reach the engine's core in order, through vLLM's own client and sockets."""
 
-import asyncio
 import itertools
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from rheostat_engine import add_requests_fast
 from rheostat_engine.adapters.runner import server_request_id
 
-from .links import ENGINE, make_fast
+from .links import ENGINE, iterations_without_requests, make_fast
 from .test_logprobs import asked
 
 RELIES = "rheostat_engine.adapters.core_messages relies on it"
@@ -30,7 +29,7 @@ def request(*prompt: int, extra: object = None) -> EngineCoreRequest:
 async def test_a_request_arrives_as_vllm_sends_it(link) -> None:
     one, stock = request(1, 2, 3), MsgpackEncoder().encode(request(1, 2, 3))
     await link.client.add_request_async(one)
-    await asyncio.sleep(0)  # it is sent in the next iteration
+    await iterations_without_requests()
     parts = link.received()
     assert parts == list(stock), RELIES
     assert MsgpackDecoder(EngineCoreRequest).decode(parts).prompt_token_ids == [1, 2, 3]
@@ -42,7 +41,7 @@ async def test_no_future_is_made_for_a_small_message(link, monkeypatch) -> None:
 
     monkeypatch.setattr(link.client.input_socket, "_add_send_event", send)
     await link.client.add_request_async(request(1))
-    await asyncio.sleep(0)  # it is sent in the next iteration
+    await iterations_without_requests()
     assert link.received()
 
 
@@ -50,7 +49,7 @@ async def test_messages_of_any_size_keep_their_order(link) -> None:
     for number in range(50):
         size = 100_000 if number % 3 == 1 else 3
         await link.client.add_request_async(request(number, *range(size)))
-        await asyncio.sleep(0)  # it is sent in the next iteration
+        await iterations_without_requests()
     decoder = MsgpackDecoder(EngineCoreRequest)
     for number in range(50):
         assert decoder.decode(link.received()).prompt_token_ids[0] == number

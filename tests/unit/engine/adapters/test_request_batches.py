@@ -1,6 +1,7 @@
 """Requests that are added together share a message, and arrive as if each had come alone."""
 
 import asyncio
+import time
 
 import pytest
 from vllm import SamplingParams
@@ -13,11 +14,12 @@ from rheostat_engine.adapters import request_batches
 from rheostat_engine.adapters.request_batches import receive_batches
 from rheostat_engine.adapters.request_copies import RequestCopy, receive_copies, with_copies
 
-from .links import Link
+from .links import Link, iterations_without_requests
 from .receiving_core import Core
 from .test_logprobs import asked
 
 RELIES = "rheostat_engine.adapters.request_batches relies on it"
+WAIT = 10.0
 UNLUCKY = "r3"
 """The id of a request that the core fails to process."""
 
@@ -46,15 +48,70 @@ async def add(sender: Link, *requests: EngineCoreRequest) -> None:
         await sender.client.add_request_async(one)
 
 
+async def test_an_idle_engine_gets_requests_of_a_burst_together(link: Link, core: Core) -> None:
+    for number in (1, 2, 4):
+        await add(link, request(number))
+        for _ in range(request_batches._QUIET - 1):
+            await asyncio.sleep(0)
+    assert not link.core.poll(20), "the requests were sent before a few iterations added none"
+    await iterations_without_requests()
+    assert [one.request_id for one in core.receive(link.received())] == ["r1", "r2", "r4"]
+
+
+async def test_a_request_waits_for_others_for_a_limited_time(
+    link: Link, core: Core, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longest = 0.05
+    monkeypatch.setattr(request_batches, "_LONGEST", longest)
+    for name in ("_MOST", "_TOGETHER"):
+        monkeypatch.setattr(request_batches, name, 1 << 30)
+    began = time.monotonic()
+    number = 10
+    while not link.core.poll(0):
+        assert time.monotonic() - began < WAIT
+        await add(link, request(number))
+        await asyncio.sleep(0)
+        number += 1
+    assert time.monotonic() - began >= longest
+    assert core.receive(link.received())[0].request_id == "r10"
+
+
+async def test_an_idle_engine_gets_few_requests_at_once(
+    link: Link, core: Core, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_batches, "_TOGETHER", 2)
+    await add(link, request(1), request(2))
+    assert [one.request_id for one in core.receive(link.received())] == ["r1", "r2"]
+
+
+async def test_a_busy_engine_gets_the_requests_of_each_iteration(link: Link, core: Core) -> None:
+    link.running = 1
+    for number in (1, 2, 4):
+        await add(link, request(number))
+        await asyncio.sleep(0)
+        assert [one.request_id for one in core.receive(link.received())] == [f"r{number}"]
+
+
+async def test_requests_wait_no_longer_once_the_engine_has_some(link: Link, core: Core) -> None:
+    await add(link, request(1))
+    link.client._send_input(EngineCoreRequestType.ABORT, ["r9"])
+    assert [one.request_id for one in core.receive(link.received())] == ["r1"]
+    link.core.recv_multipart()
+    link.running = 1
+    await add(link, request(2))
+    await asyncio.sleep(0)
+    assert [one.request_id for one in core.receive(link.received())] == ["r2"]
+
+
 async def test_requests_of_an_iteration_share_a_message(link: Link, core: Core) -> None:
     await add(link, *(request(number, x=number) for number in (1, 2, 4)))
-    await asyncio.sleep(0)
+    await iterations_without_requests()
     received = core.receive(link.received())
     assert [one.request_id for one in received] == ["r1", "r2", "r4"]
     for one in received:
         number = int(one.request_id[1:])
         await add(link, request(number, x=number))
-        await asyncio.sleep(0)
+        await iterations_without_requests()
         (alone,) = core.receive(link.received())
         for field in EngineCoreRequest.__struct_fields__:
             assert getattr(one, field) == getattr(alone, field), (field, RELIES)
@@ -62,7 +119,7 @@ async def test_requests_of_an_iteration_share_a_message(link: Link, core: Core) 
 
 async def test_no_extra_argument_is_left_in_a_request(link: Link, core: Core) -> None:
     await add(link, request(1), request(2))
-    await asyncio.sleep(0)
+    await iterations_without_requests()
     assert [one.sampling_params.extra_args or {} for one in core.receive(link.received())] == [
         {},
         {},
@@ -82,9 +139,10 @@ async def test_a_message_has_a_limited_number_of_requests(
     core: Core,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    link.running = 1
     monkeypatch.setattr(request_batches, "_MOST", 2)
     await add(link, *(request(number) for number in (1, 2, 4, 5, 6)))
-    await asyncio.sleep(0)
+    await iterations_without_requests()
     ids = [[one.request_id for one in core.receive(link.received())] for _ in range(3)]
     assert ids == [["r1", "r2"], ["r4", "r5"], ["r6"]]
 
@@ -93,14 +151,14 @@ async def test_a_long_request_is_sent_alone_and_in_order(link: Link, core: Core)
     long = request(4)
     long.prompt_token_ids = list(range(20_000))
     await add(link, request(1), request(2), long, request(5))
-    await asyncio.sleep(0)
+    await iterations_without_requests()
     ids = [[one.request_id for one in core.receive(link.received())] for _ in range(3)]
     assert ids == [["r1", "r2"], ["r4"], ["r5"]]
 
 
 async def test_a_request_that_the_core_cannot_process_fails_alone(link: Link, core: Core) -> None:
     await add(link, *(request(number) for number in (1, 2, 3, 4)))
-    await asyncio.sleep(0)
+    await iterations_without_requests()
     assert [one.request_id for one in core.receive(link.received())] == ["r1", "r2", "r4"]
     assert core.failed == [UNLUCKY]
 
@@ -109,7 +167,7 @@ async def test_a_request_that_the_core_cannot_decode_fails_alone(link: Link, cor
     damaged = request(2)
     setattr(damaged, "prompt_token_ids", "no tokens")  # noqa: B010  (mypy forbids the assignment)
     await add(link, request(1), damaged, request(4))
-    await asyncio.sleep(0)
+    await iterations_without_requests()
     assert [one.request_id for one in core.receive(link.received())] == ["r1", "r4"]
     assert core.failed == ["r2"]
 
@@ -119,7 +177,7 @@ async def test_a_request_that_cannot_be_encoded_fails_alone(link: Link, core: Co
     with pytest.raises(TypeError):
         await add(link, request(2, x=object.__new__(type("NoEncoding", (), {"__slots__": ()}))))
     await add(link, request(4))
-    await asyncio.sleep(0)
+    await iterations_without_requests()
     assert [one.request_id for one in core.receive(link.received())] == ["r1", "r4"]
 
 
@@ -132,7 +190,7 @@ async def test_requests_of_a_batch_may_carry_copies(link: Link, core: Core) -> N
         return with_copies(made, [RequestCopy(f"c{number}", f"p{number}", 1, 2)])
 
     await add(link, grouped(1), grouped(2))
-    await asyncio.sleep(0)
+    await iterations_without_requests()
     assert [one.request_id for one in core.receive(link.received())] == ["c1", "r1", "c2", "r2"]
 
 
@@ -141,7 +199,7 @@ async def test_an_engine_that_dies_before_the_message_is_sent_raises_nothing(lin
     asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
     await add(link, request(1))
     link.client.resources.engine_dead = True
-    await asyncio.sleep(0)
+    await iterations_without_requests()
     assert not errors
     with pytest.raises(EngineDeadError):
         await add(link, request(2))
