@@ -134,7 +134,11 @@ class ServerConfig:
         None, "samples that run at the same time", "SAMPLES", _COUNT, _VLLM_SERVE
     )
     max_num_batched_tokens: int | None = _flag(
-        None, "tokens that one step computes", "TOKENS", _COUNT, _VLLM_SERVE
+        None,
+        "tokens that one step computes",
+        "TOKENS",
+        _COUNT,
+        f"{_VLLM_SERVE}, at most 4096 on a GPU",
     )
     enforce_eager: bool = _flag(
         False, "run the model uncompiled and without CUDA graphs", words="off"
@@ -144,7 +148,7 @@ class ServerConfig:
         "steps of at most so many tokens run as CUDA graphs",
         "TOKENS",
         _COUNT,
-        _VLLM,
+        "--max-num-batched-tokens, at most 4096",
     )
     gpu_memory_utilization: float | None = _flag(
         None,

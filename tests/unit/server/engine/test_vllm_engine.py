@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 
 import pytest
 from vllm import platforms
-from vllm.config import VllmConfig
+from vllm.config import MultiModalConfig, VllmConfig
 from vllm.engine import arg_utils
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
@@ -26,6 +26,7 @@ from rheostat_server.engine.vllm_engine import (
     graph_sizes,
     load_engine,
     make_config,
+    step_arguments,
     what_happened,
 )
 from rheostat_server.errors import InvalidConfig
@@ -73,14 +74,16 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     fake = DEVICES[request.param]
     if fake is not None:
         monkeypatch.setattr(arg_utils, "current_platform", fake)
+        monkeypatch.setattr(platforms, "current_platform", fake)
     return request.param
 
 
-def started(device: Literal["cpu", "cuda"] = "cpu", **fields: object) -> VllmConfig:
+def started(device: str = "cpu", **fields: object) -> VllmConfig:
     """vLLM's configuration of a server."""
     config = ServerConfig(model="demo", port=0, kv_cache_memory_bytes=1 << 26, **fields)
     settings = EngineSettings("ipc:///tmp/none")
-    return make_config(config, str(DEMO_MODEL), settings, device, ())
+    kind: Literal["cpu", "cuda"] = "cpu" if device == "cpu" else "cuda"
+    return make_config(config, str(DEMO_MODEL), settings, kind, ())
 
 
 @pytest.fixture(autouse=True)
@@ -101,22 +104,56 @@ def sizes(config: VllmConfig) -> tuple[int, int]:
     return scheduler.max_num_batched_tokens, scheduler.max_num_seqs
 
 
-def test_a_step_is_as_large_as_that_of_vllm_serve(device: str) -> None:
+def test_a_step_is_as_large_as_that_of_vllm_serve_but_not_larger_than_4096(device: str) -> None:
     theirs = AsyncEngineArgs(model=str(DEMO_MODEL), kv_cache_memory_bytes=1 << 26)
-    ours = started()
-    assert sizes(ours) == sizes(theirs.create_engine_config(UsageContext.OPENAI_API_SERVER))
-    step, samples = sizes(ours)
+    tokens, samples = sizes(theirs.create_engine_config(UsageContext.OPENAI_API_SERVER))
+    ours = started(device)
+    assert sizes(ours) == (min(tokens, 4096), samples)
     if device in ("H100", "H200"):
-        assert (step, samples, *buffers(ours)) == (8192, 1024, 2048, 4096)
+        assert (tokens, samples, *buffers(ours)) == (8192, 1024, 1024, 2048)
     else:
-        assert (step, *buffers(ours)) == (2048, 512, 1024)
+        assert (tokens, *buffers(ours)) == (2048, 512, 1024)
 
 
 def test_flags_take_precedence_over_the_defaults(device: str) -> None:
-    config = started(max_num_batched_tokens=2048, max_num_seqs=64)
+    config = started(device, max_num_batched_tokens=2048, max_num_seqs=64)
     assert (*sizes(config), *buffers(config)) == (2048, 64, 512, 1024)
-    config = started(capture_bytes=8 * MIB, staging_bytes=9 * MIB)
+    assert sizes(started(device, max_num_batched_tokens=8192))[0] == 8192
+    config = started(device, capture_bytes=8 * MIB, staging_bytes=9 * MIB)
     assert buffers(config) == (8, 9)
+
+
+@pytest.mark.parametrize("device", ["H200"], indirect=True)
+def test_every_sample_has_a_token_in_a_step(device: str) -> None:
+    assert sizes(started(device, max_num_seqs=5000)) == (5000, 5000)
+
+
+@pytest.mark.parametrize("device", ["H200"], indirect=True)
+@pytest.mark.parametrize("whole", ["prompts", "images"])
+def test_a_step_that_computes_something_whole_is_as_large_as_vllms(device: str, whole: str) -> None:
+    made = started(device, max_num_batched_tokens=8192)
+    if whole == "prompts":
+        made.scheduler_config.enable_chunked_prefill = False
+    else:
+        made.model_config.multimodal_config = MultiModalConfig()
+    assert step_arguments(ServerConfig(model="demo"), made, "cuda") == {}
+
+
+@pytest.mark.parametrize(
+    ("asked", "tokens", "largest"),
+    [(None, None, 4096), (None, 8192, 4096), (None, 600, 600), (512, None, 512), (2048, 600, 600)],
+)
+@pytest.mark.parametrize("device", ["H200"], indirect=True)
+def test_steps_of_at_most_4096_tokens_run_as_cuda_graphs(
+    device: str, asked: int | None, tokens: int | None, largest: int
+) -> None:
+    made = started(device, max_num_batched_tokens=tokens, max_num_seqs=256)
+    made.compilation_config.cudagraph_capture_sizes = [1, 2]  # as on a GPU
+    config = ServerConfig(
+        model="demo", max_num_batched_tokens=tokens, max_cudagraph_capture_size=asked
+    )
+    chosen = step_arguments(config, made, "cuda")
+    assert chosen == {"cudagraph_capture_sizes": graph_sizes(largest)}
 
 
 def test_the_buffers_follow_from_the_step_that_was_chosen() -> None:
@@ -261,26 +298,19 @@ def test_larger_cuda_graphs_are_further_apart_than_those_of_vllm(most: int) -> N
     assert len(larger) <= 1 + 8 + (most - 512) // 128
 
 
-@pytest.mark.parametrize(("asked", "step", "largest"), [(1024, 600, 600), (2048, 8192, 2048)])
-def test_no_cuda_graph_is_larger_than_a_step(
-    monkeypatch: pytest.MonkeyPatch, asked: int, step: int, largest: int
-) -> None:
+def test_vllm_is_given_the_sizes_of_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[object] = []
     create = AsyncEngineArgs.create_engine_config
 
-    def remember(self: AsyncEngineArgs, context: UsageContext) -> VllmConfig:
+    def made_as_on_a_gpu(self: AsyncEngineArgs, context: UsageContext) -> VllmConfig:
         given.append(self.cudagraph_capture_sizes)
-        return create(self, context)
+        made = create(self, context)
+        made.compilation_config.cudagraph_capture_sizes = [1, 2]
+        return made
 
-    monkeypatch.setattr(AsyncEngineArgs, "create_engine_config", remember)
-    config = ServerConfig(
-        model=str(DEMO_MODEL),
-        max_num_batched_tokens=step,
-        max_num_seqs=128,
-        max_cudagraph_capture_size=asked,
-    )
-    make_config(config, config.model, EngineSettings("ipc://nowhere"), "cpu", ())
-    assert given == [None, graph_sizes(largest)]
+    monkeypatch.setattr(AsyncEngineArgs, "create_engine_config", made_as_on_a_gpu)
+    started(max_num_batched_tokens=600, max_num_seqs=128, max_cudagraph_capture_size=550)
+    assert given == [None, graph_sizes(550)]
 
 
 def test_a_size_of_cuda_graphs_without_effect_is_told(caplog: pytest.LogCaptureFixture) -> None:
