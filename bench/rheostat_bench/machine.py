@@ -29,9 +29,6 @@ _CUDA_KV_BYTES = 8 << 30
 of an 8B model."""
 _BLOCKS = 1.1
 """KV memory for this many times the tokens, because the last block of a request is not full."""
-_CUDA_STEP_TOKENS = 8192
-"""Tokens that a step computes at most: as many as `vllm serve` and `rheostat serve` take by default
-on an H100 or H200. An `AsyncLLM` takes 2,048 by default."""
 
 
 class Model(NamedTuple):
@@ -146,7 +143,6 @@ def server_config(
     if device() == "cuda":
         wanted = int(_BLOCKS * kv_bytes(model.path, tokens))
         options["kv_cache_memory_bytes"] = max(_CUDA_KV_BYTES, wanted)
-        options["max_num_batched_tokens"] = _CUDA_STEP_TOKENS
     return ServerConfig(model=str(model.path), port=0, **options | more)
 
 

@@ -261,7 +261,6 @@ def main() -> None:
             "layers": shape["num_hidden_layers"],
             "weights": "the same for all" if same else "random",
             "client_processes": arguments.client_processes,
-            "step_tokens": config.max_num_batched_tokens,
         }
         path = arguments.out / f"sweeps-{model.name}.json"
         bench = Bench(

@@ -423,7 +423,6 @@ def main() -> None:
             **described(model, served.engine.runner),
             "compiled": served.engine.compiled,
             "client_processes": arguments.client_processes,
-            "step_tokens": config.max_num_batched_tokens,
             "kv_cache_bytes": config.kv_cache_memory_bytes,
             "front_ends": arguments.front_ends,
             "prompt": _PROMPT,
