@@ -1,10 +1,10 @@
 """What a user gets: stock vLLM in process, vLLM's OpenAI server and this server, side by side.
 
-All engines are on one device, with the same model, and take turns. They have the same arguments, but
-each has its own defaults for the tokens of a step and its CUDA graphs; stock's are those of `vllm
-serve`. Each turn is a number of streams that begin together. The figures are those of the clients:
-tokens per second of all streams, time per token of a stream, and time to the first token. Another
-workload of one token for each request gives requests per second.
+All engines are on one device, with the same model, and take turns. They have the same arguments,
+but each has its own defaults for the tokens of a step and its CUDA graphs; stock's are those of
+`vllm serve`. Each turn is a number of streams that begin together. The figures are those of the
+clients: tokens per second of all streams, time per token of a stream, and time to the first token.
+Another workload of one token for each request gives requests per second.
 
 vLLM's OpenAI server runs once for each number of `--api-servers`, and this server once for each
 number of `--front-ends`. Clients share `--client-processes` processes.

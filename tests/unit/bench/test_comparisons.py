@@ -413,6 +413,8 @@ def test_there_are_pictures_of_single_numbers() -> None:
         "sidebyside-qwen3-8b-other-host",
         "sidebyside-qwen3-8b-32-cores",
         "sidebyside-qwen3-8b-with-pauses",
+        "sidebyside-qwen3-8b-4096-token-graphs",
+        "sidebyside-qwen3-8b-60-ms-steps",
         "sidebyside-qwen3-8b-without-pauses",
         "sinks",
         "stalled",

@@ -355,6 +355,7 @@ def test_the_waits_of_the_soak_are_those_of_its_files() -> None:
         "h200/sweeps-qwen3-0.6b-neighbours",
         "h200/sidebyside-qwen3-8b",
         "h200/sidebyside-qwen3-8b-with-pauses",
+        "h200/sidebyside-qwen3-8b-4096-token-graphs",
         "h200/sidebyside-qwen3-8b-without-pauses",
         "h200/sidebyside-qwen3-0.6b",
         "cpu/sweeps-tiny-36",
