@@ -20,6 +20,8 @@ captures may join requests which run already. With two GPUs a model is split ove
 | `tp`, `pp` | 3 | split models; gates over two tensor-parallel ranks |
 | `runners` | 1 | gates against what the V1 runner did on a CPU (`runners.py`), with `--v1` |
 
+CUDA graphs are captured for all steps, as the server has them, also for steps of prompts.
+
 Every line has a threshold (`verdicts.py`). A part that raises fails as one line, and the others go
 on. Prints a line per check and a table last; exits 1 if one fails.
 """
@@ -97,6 +99,7 @@ from rheostat_engine import (
     Site,
     site_count,
 )
+from rheostat_server.engine.vllm_engine import graph_sizes
 
 MODELS = {"small": "qwen3", "8b": "qwen3-8b", "moe": "qwen3_moe"}
 """Models by how `--only` calls them: a shape without weights, and small ones with weights."""
@@ -535,6 +538,7 @@ def main() -> None:
     shared: dict[str, Any] = {"device": "cuda", "enforce_eager": False}
     shared |= {"dtype": "bfloat16", "max_num_seqs": 32, "max_num_batched_tokens": 2048}
     shared |= {"gpu_memory_utilization": 0.4, "max_model_len": 512, "block_size": 32}
+    shared["cudagraph_capture_sizes"] = graph_sizes(2048)
     shared["kv_cache_memory_bytes"] = 16 << 30  # nothing is profiled, so two may share a GPU
     with tempfile.TemporaryDirectory() as made:
         scratch = Path(made)
