@@ -52,6 +52,8 @@ from rheostat_server.config import ServerConfig
 
 _PROMPT = 32
 _ONE_TOKEN = "requests of one token"
+_OWN_OPTIONS = frozenset({"front-ends", "spool", "host", "port"})
+"""Flags of `rheostat serve` that the benchmark chooses for each of its servers."""
 _STARTUP = 300.0
 """Seconds that vLLM's OpenAI server has to start."""
 
@@ -411,6 +413,8 @@ def main() -> None:
     unsteered = [arm for arm in arguments.arms if arm not in STEERED_ARMS]
     if arguments.same_prompts and unsteered:
         parser.error(f"--same-prompts: requests would find each other's KV: {', '.join(unsteered)}")
+    if own := _OWN_OPTIONS.intersection(option.split("=")[0] for option in arguments.options):
+        parser.error(f"--options: the benchmark itself sets {', '.join(sorted(own))}")
     arguments.out.mkdir(parents=True, exist_ok=True)
     turns: dict[str, dict[str, list[Turn]]] = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -171,6 +171,15 @@ def test_the_same_prompts_are_refused_for_arms_that_share_kv(monkeypatch, capsys
     assert f"find each other's KV: {IDLE}\n" in capsys.readouterr().err
 
 
+def test_options_that_the_benchmark_itself_sets_are_refused(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(
+        "sys.argv", ["sidebyside", "--out", ".", "--options", "seed=1", "port=1", "front-ends=4"]
+    )
+    with pytest.raises(SystemExit):
+        sidebyside.main()
+    assert "the benchmark itself sets front-ends, port\n" in capsys.readouterr().err
+
+
 def test_every_process_gets_a_share_of_the_prompts() -> None:
     prompts = [[number] for number in range(5)]
     workers = [object(), object(), object()]
