@@ -57,7 +57,8 @@ class Stock:
     def __init__(self, config: ServerConfig) -> None:
         """Starts an engine with the arguments that a server would give it.
 
-        It has the defaults of `vllm serve`: 8,192 tokens of a step on an H200, in place of 2,048.
+        It has the defaults of `vllm serve`. Otherwise an `AsyncLLM` has others for a step: 2,048
+        tokens on an H200, in place of 8,192.
         """
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.usage.usage_lib import UsageContext

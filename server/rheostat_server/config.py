@@ -138,7 +138,7 @@ class ServerConfig:
         "tokens that one step computes",
         "TOKENS",
         _COUNT,
-        f"{_VLLM_SERVE}, at most 4096 on a GPU",
+        f"{_VLLM_SERVE}, or 4096 on a GPU if that is less",
     )
     enforce_eager: bool = _flag(
         False, "run the model uncompiled and without CUDA graphs", words="off"
@@ -148,7 +148,7 @@ class ServerConfig:
         "steps of at most so many tokens run as CUDA graphs",
         "TOKENS",
         _COUNT,
-        "--max-num-batched-tokens, at most 4096",
+        "4096, or --max-num-batched-tokens if that is less",
     )
     gpu_memory_utilization: float | None = _flag(
         None,

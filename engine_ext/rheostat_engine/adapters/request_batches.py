@@ -6,10 +6,11 @@ Why
     H200 with an 8B model, the launch of a prefill took about 30 ms, and 39 to 46 ms while requests
     came in a message each. In a prototype of this module it took 35 to 41 ms then.
     An idle engine also begins a step with the first requests that it gets. Of 32 that began
-    together, 4 were in the first step there. The others waited 15 ms for the second one.
+    together, 4 were in the first step there. The others waited until it was launched.
 How
-    A request waits until the next iteration of the event loop. For an idle engine, it waits until
-    `_QUIET` iterations in a row have added no other, at most `_LONGEST`, or until `_TOGETHER` wait.
+    A request waits until the next iteration of the event loop. If the engine has no other request,
+    it waits until `_QUIET` iterations in a row have added none, until the first iteration after
+    `_LONGEST`, or until `_TOGETHER` wait. Longer ones than `_LONG_BYTES` never wait.
     The message of the last request that waits also carries the others, as vLLM encodes them. The
     core's thread puts all of them into the core's input queue, in order.
 
@@ -36,15 +37,15 @@ _MOST = 64
 """Requests in a message."""
 
 _TOGETHER = 32
-"""Requests that an idle engine gets in a message at most. While it launches a step with more of
-them, too many others come, and wait for each other in the next step."""
+"""Requests that an idle engine gets in a message at most. A larger first step takes longer, and
+more requests wait for the second one."""
 
 _LONG_BYTES = 16 << 10
 """Bytes of an encoded request above which it is sent alone, because it would be copied again."""
 
 _QUIET = 3
-"""Iterations without another request after which an idle engine gets those that wait. A call that
-the event loop receives in one iteration adds its request in the second after it."""
+"""Iterations without another request after which an idle engine gets those that wait. A gRPC call
+adds its request two iterations after it arrived, so fewer would split a burst."""
 
 _LONGEST = 0.012
 """Seconds after which an idle engine gets the requests that wait in any case."""
@@ -59,7 +60,7 @@ def send_in_batches(client: AsyncMPClient, unfinished: Callable[[], int]) -> Non
 
     Args:
         client: the client.
-        unfinished: how many requests have not finished, with those that are being added.
+        unfinished: returns the number of unfinished requests, with one that is being added.
     """
     batches = _Batches(client, unfinished)
     setattr(client, _ADD, batches.add)
@@ -76,11 +77,11 @@ class _Batches:
         self._waiting: list[tuple[EngineCoreRequest, Sequence[bytestr]]] = []
         """Each with its encoding."""
         self._end = 0.0
-        """When they are sent at the latest, by the event loop's clock; 0: in this iteration."""
+        """When they are sent at the latest, by the event loop's clock; 0: in the next iteration."""
         self._quiet = 0
         """Iterations that have passed since the last one was added."""
         self._looks = False
-        """Whether `_look` will be called."""
+        """Whether a call of `_look` is scheduled."""
 
     async def add(self, request: EngineCoreRequest) -> None:
         """As `AsyncMPClient.add_request_async`, but mostly returns before the request is sent."""
@@ -106,7 +107,7 @@ class _Batches:
         return self._send(message, engine)
 
     def _latest(self) -> float:
-        """When a request that is being added must be sent, if no other waits."""
+        """The `_end` of requests that wait, when the first of them is added."""
         if self._unfinished() > 1:  # the engine is not idle
             return 0.0
         return asyncio.get_running_loop().time() + _LONGEST

@@ -148,12 +148,24 @@ def test_steps_of_at_most_4096_tokens_run_as_cuda_graphs(
     device: str, asked: int | None, tokens: int | None, largest: int
 ) -> None:
     made = started(device, max_num_batched_tokens=tokens, max_num_seqs=256)
-    made.compilation_config.cudagraph_capture_sizes = [1, 2]  # as on a GPU
+    made.compilation_config.cudagraph_capture_sizes = vllm_sizes(512)  # as on a GPU
     config = ServerConfig(
         model="demo", max_num_batched_tokens=tokens, max_cudagraph_capture_size=asked
     )
     chosen = step_arguments(config, made, "cuda")
     assert chosen == {"cudagraph_capture_sizes": graph_sizes(largest)}
+
+
+@pytest.mark.parametrize("device", ["H200"], indirect=True)
+@pytest.mark.parametrize("theirs", [[1, 2, 3], [*range(16, 1025, 16)]])
+def test_larger_cuda_graphs_come_after_those_that_vllm_chose(
+    device: str, theirs: list[int]
+) -> None:
+    made = started(device, max_num_seqs=256)
+    made.compilation_config.cudagraph_capture_sizes = list(theirs)
+    chosen = step_arguments(ServerConfig(model="demo"), made, "cuda")["cudagraph_capture_sizes"]
+    larger = [size for size in graph_sizes(4096) if size > theirs[-1]]
+    assert chosen == [*theirs, *larger]
 
 
 def test_the_buffers_follow_from_the_step_that_was_chosen() -> None:
