@@ -413,8 +413,8 @@ def main() -> None:
     unsteered = [arm for arm in arguments.arms if arm not in STEERED_ARMS]
     if arguments.same_prompts and unsteered:
         parser.error(f"--same-prompts: requests would find each other's KV: {', '.join(unsteered)}")
-    if own := _OWN_OPTIONS.intersection(option.split("=")[0] for option in arguments.options):
-        parser.error(f"--options: the benchmark itself sets {', '.join(sorted(own))}")
+    if refused := _OWN_OPTIONS.intersection(option.split("=")[0] for option in arguments.options):
+        parser.error(f"--options: the benchmark itself sets {', '.join(sorted(refused))}")
     arguments.out.mkdir(parents=True, exist_ok=True)
     turns: dict[str, dict[str, list[Turn]]] = {}
     with tempfile.TemporaryDirectory() as folder:
