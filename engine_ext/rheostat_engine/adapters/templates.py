@@ -111,8 +111,8 @@ class RequestTemplate:
             request = with_copies(request, sent_copies)
         try:
             await llm._add_request(request, None, None, 0, collectors[0])
-        except Exception:  # otherwise vLLM's output processor would keep the copies
-            copy_ids = [sent.request_id for sent in sent_copies]
-            llm.output_processor.abort_requests(copy_ids, internal=True)
+        except Exception:  # otherwise vLLM's output processor would keep them
+            ids = [collector.request_id for collector in collectors]
+            llm.output_processor.abort_requests(ids, internal=True)
             raise
         return collectors

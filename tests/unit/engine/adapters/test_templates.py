@@ -53,9 +53,9 @@ class Llm:
         self, request: EngineCoreRequest, prompt: None, parent: None, index: int, queue: object
     ) -> None:
         assert (prompt, parent, index) == (None, None, 0)
+        self.output_processor.add_request(request, prompt, parent, index, queue)
         if self.refuses:
             raise EngineDeadError
-        self.output_processor.add_request(request, prompt, parent, index, queue)
         self.added.append(request)
 
 
@@ -138,11 +138,14 @@ async def test_copies_are_known_to_vllm_and_sent_with_the_first(llm: Llm) -> Non
     assert [states[name].queue for name in names] == collectors, RELIES
 
 
-async def test_copies_of_a_request_that_is_not_sent_are_forgotten(llm: Llm) -> None:
+@pytest.mark.parametrize("copies", [[], COPIES])
+async def test_a_request_that_is_not_sent_is_forgotten_with_its_copies(
+    llm: Llm, copies: list[tuple[str, Window]]
+) -> None:
     llm.refuses = True
     with pytest.raises(EngineDeadError):
         await request_template(params(), None, 1).add(
-            llm, "r0", [1, 2], None, {EXTRA_ARG: PLAN}, COPIES
+            llm, "r0", [1, 2], None, {EXTRA_ARG: PLAN}, copies
         )
     assert not llm.output_processor.request_states
 
