@@ -10,7 +10,8 @@ vLLM's OpenAI server runs once for each number of `--api-servers`, and this serv
 number of `--front-ends`. Clients share `--client-processes` processes.
 
 Two starts of one engine can differ more than two engines. With `--starts` all engines are started
-several times.
+several times. `server-FRONT_ENDS.log` is the log of this server's last start. It has the time and
+the memory that its CUDA graphs took.
 
     rheostat bench sidebyside --shape qwen3-8b --out results
     rheostat bench sidebyside --shape qwen3-8b --out results --starts 6 --streams 256 --arms idle
@@ -315,6 +316,7 @@ def measure(
     turns: dict[str, dict[str, list[Turn]]],
     save: Callable[[Mapping[str, Mapping[str, Sequence[Turn]]]], None],
     *,
+    prompt: int = _PROMPT,
     same_prompts: bool = False,
 ) -> None:
     """Times every arm at every number of streams; arms take turns.
@@ -326,17 +328,18 @@ def measure(
         repeats: turns of each arm and workload.
         turns: gets the turns, by arm and workload, behind those of earlier starts.
         save: is called with all turns so far after each workload.
+        prompt: tokens of each prompt.
         same_prompts: whether all arms of a repeat get the same prompts.
     """
     workloads = [(str(count), count, tokens) for count in streams]
     workloads.append((_ONE_TOKEN, 4 * max(streams), 1))
     for workload, count, length in workloads:
         for run in runs.values():
-            run(prompts(count, _PROMPT), length)
+            run(prompts(count, prompt), length)
         for repeat in range(repeats):
-            shared = prompts(count, _PROMPT)
+            shared = prompts(count, prompt)
             for name in list(runs)[:: 1 if repeat % 2 == 0 else -1]:
-                found = runs[name](shared if same_prompts else prompts(count, _PROMPT), length)
+                found = runs[name](shared if same_prompts else prompts(count, prompt), length)
                 turns.setdefault(name, {}).setdefault(workload, []).append(found)
         show(turns, workload)
         save(turns)
@@ -392,7 +395,8 @@ def main() -> None:
     add_client_argument(parser)
     parser.add_argument("--out", type=Path, required=True, help="a folder, for the JSON")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 32, 128, 256])
-    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--prompt", type=int, default=_PROMPT, help="tokens of a prompt")
+    parser.add_argument("--tokens", type=int, default=128, help="of an answer")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--front-ends", type=int, nargs="+", default=[1, 6])
     parser.add_argument("--api-servers", type=int, nargs="*", default=[1, 6])
@@ -424,7 +428,7 @@ def main() -> None:
             copy_tokenizer(model.path)  # every engine makes text of its tokens, as users want it
         engines = 1 + len(arguments.front_ends) + len(arguments.api_servers)
         most = max(arguments.streams)
-        held = most * (_PROMPT + arguments.tokens)
+        held = most * (arguments.prompt + arguments.tokens)
         config = server_config(model, engines=engines, requests=most, tokens=held)
         config = replace(config, skip_tokenizer_init=False)
         for start in range(arguments.starts):
@@ -450,7 +454,7 @@ def _measure_start(
             **described(model, served.engine.runner),
             "compiled": served.engine.compiled,
             "client_processes": arguments.client_processes,
-            "prompt": _PROMPT,
+            "prompt": arguments.prompt,
             "tokens": arguments.tokens,
             "options": arguments.options,
             "starts": start + 1,
@@ -466,6 +470,7 @@ def _measure_start(
             arguments.repeats,
             turns,
             save,
+            prompt=arguments.prompt,
             same_prompts=arguments.same_prompts,
         )
 
@@ -497,7 +502,7 @@ def _start(
         runs |= runs_of_openai(name, clients(partial(http_client, port)))
     served: rheostat.ModelInfo | None = None
     for count in arguments.front_ends:
-        log = scratch / f"server-{count}.log"
+        log = arguments.out / f"server-{count}.log"
         spooled = replace(config, spool=str(scratch / f"spool-{count}"))
         flags = server_flags(spooled, count) + [f"--{option}" for option in arguments.options]
         process = served_process(str(config.model), log, flags)
