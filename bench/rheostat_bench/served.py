@@ -88,6 +88,10 @@ class Stock:
         )
         return self._llm.generate(tokens_input(prompt), params, f"stock-{next(self._names)}")
 
+    async def read_step_tokens(self) -> int:
+        """The most tokens of a step."""
+        return self._llm.vllm_config.scheduler_config.max_num_batched_tokens
+
     def close(self) -> None:
         """Ends it and its processes."""
         self._llm.shutdown()

@@ -447,7 +447,9 @@ def _measure_start(
 ) -> None:
     """Starts all engines, adds their turns to `turns`, and ends them."""
     with ExitStack() as stack:
-        runs, served = _start(stack, config, scratch, arguments)
+        engine = stack.enter_context(Worker(partial(stock, config), parent=True))
+        stock_step_tokens = engine.do(Stock.read_step_tokens)
+        runs, served = _start(stack, engine, config, scratch, arguments)
         about = {
             "benchmark": "sidebyside",
             "measures": "what clients get of stock vLLM, vLLM's OpenAI server, and this server",
@@ -456,6 +458,8 @@ def _measure_start(
             "client_processes": arguments.client_processes,
             "prompt": arguments.prompt,
             "tokens": arguments.tokens,
+            "step_tokens": served.limits.step_tokens,
+            "stock_step_tokens": stock_step_tokens,
             "options": arguments.options,
             "starts": start + 1,
             "repeats": arguments.repeats,
@@ -487,10 +491,14 @@ def _save(
 
 
 def _start(
-    stack: ExitStack, config: ServerConfig, scratch: Path, arguments: argparse.Namespace
+    stack: ExitStack,
+    engine: Worker[Stock],
+    config: ServerConfig,
+    scratch: Path,
+    arguments: argparse.Namespace,
 ) -> tuple[dict[str, Run], rheostat.ModelInfo]:
-    """Starts all engines, one after the other, and their clients."""
-    runs = runs_of_stock(stack.enter_context(Worker(partial(stock, config), parent=True)))
+    """Starts all other engines, one after the other, and their clients. `engine` is stock's."""
+    runs = runs_of_stock(engine)
 
     def clients(state: Callable[[], Any]) -> list[Worker[Any]]:
         return [stack.enter_context(Worker(state)) for _ in range(arguments.client_processes)]

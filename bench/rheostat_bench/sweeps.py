@@ -252,15 +252,16 @@ def main() -> None:
         if arguments.transformer_lens:
             lens = stack.enter_context(Worker(partial(transformer_lens, model.path)))
         with rheostat.connect(started["server"].target) as engine:
-            served = engine.model().engine
+            served = engine.model()
         about = {
             "benchmark": "sweeps",
             "measures": "cells of sweeps in a second, beside other ways to compute them",
-            **described(model, served.runner),
-            "compiled": served.compiled,
+            **described(model, served.engine.runner),
+            "compiled": served.engine.compiled,
             "layers": shape["num_hidden_layers"],
             "weights": "the same for all" if same else "random",
             "client_processes": arguments.client_processes,
+            "step_tokens": served.limits.step_tokens,
         }
         path = arguments.out / f"sweeps-{model.name}.json"
         bench = Bench(

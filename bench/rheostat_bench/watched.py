@@ -423,6 +423,7 @@ def main() -> None:
             **described(model, served.engine.runner),
             "compiled": served.engine.compiled,
             "client_processes": arguments.client_processes,
+            "step_tokens": served.limits.step_tokens,
             "kv_cache_bytes": config.kv_cache_memory_bytes,
             "front_ends": arguments.front_ends,
             "prompt": _PROMPT,

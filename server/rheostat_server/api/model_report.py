@@ -177,4 +177,5 @@ def _limits(manager: RequestManager) -> engine_service_pb2.Limits:
         capacity_wait=wait,
         request_buffer_bytes=manager.budget.request_limit,
         buffer_bytes=manager.budget.limit,
+        step_tokens=info.step_tokens,
     )

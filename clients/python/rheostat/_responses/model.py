@@ -89,6 +89,9 @@ class Limits:
     buffer_bytes: int
     """Bytes of all requests that may wait. Above it, the requests with most bytes lose rows or
     fail."""
+    step_tokens: int
+    """The most tokens that one step of the engine computes; a longer prompt takes several steps. 0:
+    an older server, which does not say it."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -145,6 +148,8 @@ class ModelInfo:
 def _rows(model: ModelInfo) -> list[tuple[str, str]]:
     engine = model.engine
     ranks = engine.tensor_parallel_size * engine.pipeline_parallel_size
+    step_tokens = model.limits.step_tokens
+    steps = f"steps of {step_tokens} tokens, " if step_tokens else ""
     rows = [
         (
             "model",
@@ -159,7 +164,7 @@ def _rows(model: ModelInfo) -> list[tuple[str, str]]:
         (
             "limits",
             f"context {model.limits.model_tokens} tokens, "
-            f"{model.limits.running_requests} requests, {model.limits.bank_rows} bank rows, "
+            f"{steps}{model.limits.running_requests} requests, {model.limits.bank_rows} bank rows, "
             f"{model.limits.logprobs} logprobs",
         ),
         ("adapters", ", ".join(model.lora_names) or "none"),

@@ -482,6 +482,7 @@ class Limits(_message.Message):
     CAPACITY_WAIT_FIELD_NUMBER: _builtins.int
     REQUEST_BUFFER_BYTES_FIELD_NUMBER: _builtins.int
     BUFFER_BYTES_FIELD_NUMBER: _builtins.int
+    STEP_TOKENS_FIELD_NUMBER: _builtins.int
     model_tokens: _builtins.int
     """The model's context length: tokens of prompt and generation together."""
     running_requests: _builtins.int
@@ -520,6 +521,8 @@ class Limits(_message.Message):
     """Bytes that all requests may buffer together. Beyond that the requests with the fullest buffers are
     treated as if their own buffers were full.
     """
+    step_tokens: _builtins.int
+    """The most tokens that one step of the engine computes. A longer prompt takes several steps."""
     @_builtins.property
     def resume_window(self) -> _duration_pb2.Duration:
         """How long a subscription or watch waits for its client to resume it."""
@@ -548,10 +551,11 @@ class Limits(_message.Message):
         capacity_wait: _duration_pb2.Duration | None = ...,
         request_buffer_bytes: _builtins.int = ...,
         buffer_bytes: _builtins.int = ...,
+        step_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capacity_wait", b"capacity_wait", "resume_window", b"resume_window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bank_rows", b"bank_rows", "buffer_bytes", b"buffer_bytes", "capacity_wait", b"capacity_wait", "capture_rows_per_step", b"capture_rows_per_step", "control_message_bytes", b"control_message_bytes", "inline_vector_bytes", b"inline_vector_bytes", "logprobs", b"logprobs", "model_tokens", b"model_tokens", "request_buffer_bytes", b"request_buffer_bytes", "resume_window", b"resume_window", "run_bytes", b"run_bytes", "running_requests", b"running_requests", "samples", b"samples", "subscription_buffer_bytes", b"subscription_buffer_bytes", "tensor_message_bytes", b"tensor_message_bytes", "vector_bytes", b"vector_bytes", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bank_rows", b"bank_rows", "buffer_bytes", b"buffer_bytes", "capacity_wait", b"capacity_wait", "capture_rows_per_step", b"capture_rows_per_step", "control_message_bytes", b"control_message_bytes", "inline_vector_bytes", b"inline_vector_bytes", "logprobs", b"logprobs", "model_tokens", b"model_tokens", "request_buffer_bytes", b"request_buffer_bytes", "resume_window", b"resume_window", "run_bytes", b"run_bytes", "running_requests", b"running_requests", "samples", b"samples", "step_tokens", b"step_tokens", "subscription_buffer_bytes", b"subscription_buffer_bytes", "tensor_message_bytes", b"tensor_message_bytes", "vector_bytes", b"vector_bytes", "waiting_requests", b"waiting_requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -32,6 +32,7 @@ MODEL = text_format.Parse(
          capture_rows_per_step: 1024 tensor_message_bytes: 16777216 vector_bytes: 67108864
          inline_vector_bytes: 8388608 samples: 64 logprobs: 20
          capacity_wait { seconds: 30 } run_bytes: 31 request_buffer_bytes: 32 buffer_bytes: 33
+         step_tokens: 34
        }
        build_version: "0.1.0" api_version: "rheostat.v1"
        features: FEATURE_STEERING features: FEATURE_GLOBAL_STEERING features: 99 """,
@@ -91,6 +92,7 @@ EXPECTED_MODEL = rheostat.ModelInfo(
         run_bytes=31,
         request_buffer_bytes=32,
         buffer_bytes=33,
+        step_tokens=34,
     ),
     build_version="0.1.0",
     api_version="rheostat.v1",
@@ -99,7 +101,7 @@ EXPECTED_MODEL = rheostat.ModelInfo(
 WORDS = """demo
   model: LlamaForCausalLM, 3 layers, width 8, vocabulary 100, bfloat16
   engine: vLLM 0.32.0 on cpu, runner v1, compiled, 2 ranks
-  limits: context 2048 tokens, 64 requests, 512 bank rows, 20 logprobs
+  limits: context 2048 tokens, steps of 34 tokens, 64 requests, 512 bank rows, 20 logprobs
   adapters: a
   server: 0.1.0, rheostat.v1
   features: steering, global steering, unknown 99

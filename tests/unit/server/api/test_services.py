@@ -149,6 +149,7 @@ async def test_the_model_says_what_can_be_done_at_every_layer_of_every_point(sta
     assert (model.api_version, model.build_version) == ("rheostat.v1", build_version())
     assert model.engine.runner == engine_service_pb2.RUNNER_V1
     assert (model.limits.bank_rows, model.limits.capture_rows_per_step) == (8, 1000)
+    assert model.limits.step_tokens == INFO.step_tokens
     served = {
         (group.point, layer): (
             group.capture.served,
