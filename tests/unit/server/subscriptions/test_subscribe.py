@@ -328,16 +328,16 @@ async def test_connections_that_are_cut_anywhere_lose_and_repeat_nothing(starter
     rng = random.Random(5)
     one = await Subscriber.open(running, opening(EVERY, [wanted(0, 1)]))
     name, have, seen = one.name, 0, []
-    running_requests = asyncio.create_task(_keep_asking(running, 12, rng))
+    running_requests = asyncio.create_task(_keep_asking(running, 20, rng))
     cuts = 0
-    while len(ends_of(seen)) < 12:
+    while len(ends_of(seen)) < 20:
         for _ in range(rng.randrange(1, 4)):
             event = await one.hear()
             if event.sequence:
                 assert event.sequence == have + 1
                 have = event.sequence
                 seen.append(event)
-            if len(ends_of(seen)) == 12:
+            if len(ends_of(seen)) == 20:
                 break
             if rng.random() < 0.3:
                 await one.ack(have)
@@ -348,7 +348,7 @@ async def test_connections_that_are_cut_anywhere_lose_and_repeat_nothing(starter
     await running_requests
     assert cuts > 10
     assert rows_of(seen) == {
-        key: value for i in range(12) for key, value in expected(f"r{i}", 0, 1).items()
+        key: value for i in range(20) for key, value in expected(f"r{i}", 0, 1).items()
     }
 
 
