@@ -111,9 +111,10 @@ def events_of(server: Server) -> list[Event]:
     count = 1
     while True:
         server.wait_for(count)
-        if isinstance(server.events[-1], Released):
-            return server.events
-        count = len(server.events) + 1
+        events = list(server.events)  # more may come at any time
+        if isinstance(events[-1], Released):
+            return events
+        count = len(events) + 1
 
 
 def check(events: list[Event], wanted: dict[int, RowEncoding | None], positions: range) -> None:
