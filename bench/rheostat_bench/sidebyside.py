@@ -53,7 +53,7 @@ from rheostat_server.config import ServerConfig
 
 _PROMPT = 32
 _ONE_TOKEN = "requests of one token"
-_OWN_OPTIONS = frozenset({"front-ends", "spool", "host", "port"})
+_OWN_OPTIONS = frozenset({"front-ends", "spool", "port"})
 """Flags of `rheostat serve` that the benchmark chooses for each of its servers."""
 _STARTUP = 300.0
 """Seconds that vLLM's OpenAI server has to start."""
