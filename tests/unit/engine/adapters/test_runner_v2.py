@@ -3,6 +3,7 @@
 import importlib
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -111,3 +112,28 @@ def test_the_output_of_a_step_carries_its_decisions(
     engine.runner.sites.runtime.decisions = SimpleNamespace(take=lambda: report)
     assert engine.runner.sample_tokens(None) is output
     assert vars(output)["rheostat_shut"] == ["a"]
+
+
+def test_splits_are_fixed_before_the_graphs_are_captured(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module: Any = sys.modules[NAME]
+    monkeypatch.setattr(module, "site_graphs", lambda active: nullcontext())
+    monkeypatch.setattr(
+        module,
+        "limit_splits_in_full_graphs_only",
+        lambda manager, groups: engine.note(f"splits of {groups} by {manager}"),
+    )
+
+    def capture(runner: GPUModelRunner, profile_only: bool) -> int:
+        engine.note("capture")
+        return 7
+
+    monkeypatch.setattr(GPUModelRunner, "capture_model", capture)
+    engine.runner.sites.runtime.buffers = SimpleNamespace(active=None)
+    engine.runner.attn_groups = "groups"
+    for profile_only in (True, False):
+        engine.notes.clear()
+        engine.runner.cudagraph_manager = "graphs"
+        assert engine.runner.capture_model(profile_only=profile_only) == 7
+        assert engine.notes == ["splits of groups by graphs", "capture"]
