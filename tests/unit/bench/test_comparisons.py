@@ -26,8 +26,8 @@ from rheostat_bench.tables import table
 from rheostat_engine import OPEN_END, Band, Kind, ModelSites, Plan, Point, Site
 
 from ..server.fakes import SITES
+from .pages import DOCS, PAGES
 
-DOCS = Path(__file__).resolve().parents[3] / "docs" / "benchmarks"
 TIMES = {
     "stock": {"1": [[4.0, 2.0], [6.0, 8.0]]},
     "steered": {"1": [[6.0, 6.0], [5.0, 7.0]]},
@@ -361,7 +361,7 @@ def test_there_are_results_to_show() -> None:
 def test_the_documented_tables_are_those_of_the_files(path: Path) -> None:
     found = read(path)
     assert found is not None
-    assert table(found) in (DOCS / "README.md").read_text()
+    assert table(found) in PAGES
 
 
 @pytest.mark.parametrize("path", shown(), ids=lambda path: path.stem)
@@ -390,7 +390,7 @@ def test_every_file_of_single_numbers_has_its_picture_on_the_page(path: Path) ->
         assert drawn == pytest.approx(sorted(bar.value for bar in bars))
         assert all(0 < bar.low <= bar.value <= bar.high for bar in bars)
     assert path.with_suffix(".png").is_file()
-    assert f"]({path.parent.name}/{path.stem}.png)" in (DOCS / "README.md").read_text()
+    assert f"]({path.parent.name}/{path.stem}.png)" in PAGES
 
 
 def test_there_are_pictures_of_single_numbers() -> None:

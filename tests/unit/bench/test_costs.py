@@ -16,6 +16,8 @@ from rheostat_bench.costs import ThreadTime, taken, thread_times
 from rheostat_bench.sampled_server import Sampler, function_name, shares
 from rheostat_bench.tables import tables
 
+from .pages import DOCS, PAGES
+
 
 def test_threads_of_a_kind_are_summed_and_new_ones_count_whole() -> None:
     before = {1: ThreadTime("server", True, 10.0), 2: ThreadTime("server", False, 1.0)}
@@ -49,11 +51,9 @@ def test_every_thread_of_a_process_is_found() -> None:
 
 
 def test_the_page_shows_what_functions_cost() -> None:
-    docs = Path(__file__).parents[3] / "docs" / "benchmarks"
-    page = (docs / "README.md").read_text()
-    shown = tables(docs / "cpu" / "costs-demo.json")
+    shown = tables(DOCS / "cpu" / "costs-demo.json")
     assert len(shown) == 2
-    assert all(table in page for table in shown)
+    assert all(table in PAGES for table in shown)
 
 
 def code(file: str, name: str) -> CodeType:

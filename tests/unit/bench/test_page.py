@@ -9,8 +9,8 @@ import pytest
 from rheostat_bench.tables import statement, tables
 from rheostat_engine.settings import EngineSettings
 
-DOCS = Path(__file__).parents[3] / "docs" / "benchmarks"
-PAGE = (DOCS / "README.md").read_text()
+from .pages import DOCS, PAGES
+
 RELIABILITY = (DOCS.parent / "reliability.md").read_text()
 TRACING = (DOCS.parent / "causal-tracing.md").read_text()
 DYNAMIC = (DOCS.parent / "dynamic-steering.md").read_text()
@@ -28,7 +28,7 @@ def test_the_way_to_the_server_is_that_of_both_files() -> None:
     here, there = content("cpu/channel.json")["summary"], content("h200/channel.json")["summary"]
     assert list(here) == list(there)
     for arm in here:
-        (line,) = (line for line in PAGE.splitlines() if line.startswith(f"| {arm} |"))
+        (line,) = (line for line in PAGES.splitlines() if line.startswith(f"| {arm} |"))
         figures = [
             f"{rows['gb_per_s']:.2f} | {rows['server_cpu_s_per_gb']:.2f} s/GB"
             for rows in (here[arm], there[arm])
@@ -53,7 +53,7 @@ def test_captured_prompts_are_those_of_the_file(prompts: str, arms: list[str]) -
         times = [milliseconds(row[name]) for name in ("first_token_ms", "batch_ms")]
         last = milliseconds(row["until_last_row_ms"]) if row["bytes"] else ""
         shown.append(" | ".join([*times, last]).strip())
-    lines = [line.removesuffix("|").strip() for line in PAGE.splitlines()]
+    lines = [line.removesuffix("|").strip() for line in PAGES.splitlines()]
     first = next(number for number, line in enumerate(lines) if line.endswith(shown[0]))
     for line, wanted in zip(lines[first:], shown, strict=False):
         assert line.endswith(wanted)
@@ -61,7 +61,7 @@ def test_captured_prompts_are_those_of_the_file(prompts: str, arms: list[str]) -
 
 def test_copies_off_the_device_are_those_of_the_file() -> None:
     for by_size in content("h200/capture.json")["copies_gb_per_s"].values():
-        assert f" | {' | '.join(f'{speed:.1f}' for speed in by_size.values())} |" in PAGE
+        assert f" | {' | '.join(f'{speed:.1f}' for speed in by_size.values())} |" in PAGES
 
 
 def test_waits_of_tokens_beside_rows_are_those_of_the_file() -> None:
@@ -72,7 +72,7 @@ def test_waits_of_tokens_beside_rows_are_those_of_the_file() -> None:
     for in_flight, row in waits.items():
         median, most = (f"{row[name]:.2f} ms" for name in ("median_ms", "most_ms"))
         name = names.get(in_flight, in_flight)
-        assert f"| {name} | {median} | {most} | {row['gb_per_s']:.1f} |" in PAGE
+        assert f"| {name} | {median} | {most} | {row['gb_per_s']:.1f} |" in PAGES
 
 
 def test_the_bounds_of_sweeps_follow_from_the_file() -> None:
@@ -87,12 +87,12 @@ def test_the_bounds_of_sweeps_follow_from_the_file() -> None:
     )
     tokens, each = prefill["tokens_per_s"], cells["computed_tokens_per_cell"]
     most, alone = tokens / each, single["cells_per_s"]
-    assert f"{tokens:,.0f} tokens/s, and a cell computes {each:.1f} of its tokens" in PAGE
-    assert f"at most {most:.0f} cells/s are possible, which is {most / alone:.1f} " in PAGE
-    assert f"{alone:.1f} single requests in a second" in PAGE
+    assert f"{tokens:,.0f} tokens/s, and a cell computes {each:.1f} of its tokens" in PAGES
+    assert f"at most {most:.0f} cells/s are possible, which is {most / alone:.1f} " in PAGES
+    assert f"{alone:.1f} single requests in a second" in PAGES
     host = sweeps["cpu_us_per_cell"]["sweep, 256 cells at a time, 40 tokens"]
     busy = host["VLLM::EngineCor, main thread"] / 1e3
-    assert f"works {busy:.2f} ms for a cell. So at most {1000 / busy:.0f} cells/s" in PAGE
+    assert f"works {busy:.2f} ms for a cell. So at most {1000 / busy:.0f} cells/s" in PAGES
 
 
 def test_what_zoom_finds_is_that_of_the_file() -> None:
@@ -123,7 +123,7 @@ def test_how_soon_a_cancelled_sweep_holds_nothing_is_that_of_the_file() -> None:
         for of_cells in at_h200["summary"].values()
         for row in of_cells.values()
     ]
-    section = PAGE.partition("### A cancelled sweep")[2].partition("\n###")[0]
+    section = PAGES.partition("## A cancelled sweep")[2].partition("\n##")[0]
     shown = [line for line in section.splitlines() if line.endswith(" ms |")]
     assert all(line.endswith(want) for line, want in zip(shown, lines, strict=True))
     kept = int(table["blocks_ms"]["within_bar"])
@@ -158,10 +158,10 @@ def test_latencies_of_dynamic_steering_are_those_of_the_file() -> None:
             for row in by_streams.values():
                 assert row["changes"] == sum(row["positions"].values())
                 cells.append(f"{row['p50']}, {row['p99']}, {row['max']}")
-            assert f"| {arm} | {' | '.join(cells)} |" in PAGE
+            assert f"| {arm} | {' | '.join(cells)} |" in PAGES
         assert set(found["summary"]) == {"gate", "controller", "session", "watch"}
     watch, session = (found["summary"][arm]["32"] for arm in ("watch", "session"))
-    assert f"sets {32_000 / watch['token_ms']:,.0f} gains in a second" in PAGE
+    assert f"sets {32_000 / watch['token_ms']:,.0f} gains in a second" in PAGES
     for arm in ("session", "watch"):  # with 32 streams, both miss the bar
         by_streams = found["summary"][arm]
         assert [number for number, row in by_streams.items() if row["p99"] > 4] == ["32"]
@@ -169,7 +169,7 @@ def test_latencies_of_dynamic_steering_are_those_of_the_file() -> None:
     share = (
         f"{100 * late / session['changes']:.0f} % of their gains act five positions late or more"
     )
-    assert f"{share}, at most {session['max']}." in PAGE
+    assert f"{share}, at most {session['max']}." in PAGES
 
 
 def test_random_calls_of_causal_tracing_found_what_the_page_says() -> None:
@@ -185,7 +185,7 @@ def test_the_sweep_of_many_pairs_is_that_of_the_file() -> None:
     (pairs,) = (arm for arm in sweeps["turns"] if arm.startswith("sweep of 64 pairs"))
     (turn,) = sweeps["turns"][pairs]["40"]
     assert turn["cells"] == 64 * sweeps["layers"] * 4 == 9216
-    assert f"so {turn['cells']:,} prompts in {turn['seconds']:.0f} s" in PAGE
+    assert f"so {turn['cells']:,} prompts in {turn['seconds']:.0f} s" in PAGES
     errors = [
         turn["answer_error"]
         for by_length in sweeps["turns"].values()
@@ -193,7 +193,7 @@ def test_the_sweep_of_many_pairs_is_that_of_the_file() -> None:
         for turn in turns
         if turn["answer_error"] is not None
     ]
-    assert f"They agree within {max(errors):.6f}." in PAGE
+    assert f"They agree within {max(errors):.6f}." in PAGES
 
 
 def test_the_later_sweep_of_many_pairs_is_that_of_the_file() -> None:
@@ -206,9 +206,9 @@ def test_the_later_sweep_of_many_pairs_is_that_of_the_file() -> None:
     assert turn["answer_error"] < 1e-6
     (before,) = content("cpu/sweeps-tiny-36.json")["turns"][arm]["40"]
     tokens = [found["computed_tokens"] / found["cells"] for found in (turn, before)]
-    assert "a cell computes {:.1f} tokens instead of {:.1f}:".format(*tokens) in PAGE
-    assert f"It took {turn['seconds']:.0f} s. The first cell came after" in PAGE
-    assert f"came after {turn['first_cell_s']:.0f} s, once" in PAGE
+    assert "a cell computes {:.1f} tokens instead of {:.1f}:".format(*tokens) in PAGES
+    assert f"It took {turn['seconds']:.0f} s. The first cell came after" in PAGES
+    assert f"came after {turn['first_cell_s']:.0f} s, once" in PAGES
 
 
 def test_rows_that_cells_copy_are_those_of_the_file() -> None:
@@ -220,7 +220,7 @@ def test_rows_that_cells_copy_are_those_of_the_file() -> None:
             for name in ("rows_copied", "rows_copied_earlier", "rows_copied_by_pair")
         )
         places = f"| {row['pairs']} | {row['columns']} | {row['positions_of_a_column']} | 64 |"
-        assert f"{places} {now:.1f} | {earlier:.1f} | {other:.1f} |" in PAGE
+        assert f"{places} {now:.1f} | {earlier:.1f} | {other:.1f} |" in PAGES
         assert row["positions_of_a_column"] <= now < 1.2 * row["positions_of_a_column"]
 
 
@@ -235,11 +235,11 @@ def test_what_the_layers_below_cost_follows_from_the_file() -> None:
         most[length] = prefill["tokens_per_s"] / cells["computed_tokens_per_cell"]
     above = sum(range(sweeps["layers"])) / sweeps["layers"]
     each = cells["computed_tokens_per_cell"]
-    assert f"{above} of {sweeps['layers']} layers on average" in PAGE.replace("\n  ", " ")
-    assert f"cells compute {each:.1f} tokens of 200" in PAGE
+    assert f"{above} of {sweeps['layers']} layers on average" in PAGES.replace("\n  ", " ")
+    assert f"cells compute {each:.1f} tokens of 200" in PAGES
     faster = most["200"] * sweeps["layers"] / above
-    assert f"allows {most['200']:.0f} cells/s at 200 tokens, and {faster:.0f} without" in PAGE
-    assert f"At 40 tokens it allows {most['40']:,.0f} already" in PAGE
+    assert f"allows {most['200']:.0f} cells/s at 200 tokens, and {faster:.0f} without" in PAGES
+    assert f"At 40 tokens it allows {most['40']:,.0f} already" in PAGES
 
 
 def test_random_calls_of_monitoring_found_what_the_page_says() -> None:
@@ -256,7 +256,7 @@ def test_rows_that_a_capture_lost_are_on_the_page() -> None:
     repeated = content("h200/capture.json")["repeated"]
     lost = [turn["lost_rows"] for turns in repeated.values() for turn in turns]
     assert [count for count in lost if count] == [36864, 36864]
-    assert "In two of the five repeats with 2.4 GB, 36,864 of 294,912 rows" in PAGE
+    assert "In two of the five repeats with 2.4 GB, 36,864 of 294,912 rows" in PAGES
 
 
 def test_the_lines_that_held_on_a_gpu_are_those_of_the_files() -> None:
@@ -264,7 +264,7 @@ def test_the_lines_that_held_on_a_gpu_are_those_of_the_files() -> None:
     for path in (DOCS / "h200").glob("check-*.json"):
         (lines,) = json.loads(path.read_text()).values()
         held.append(f"{sum(line['ok'] for line in lines.values())} of {len(lines)}")
-    _, _, below = PAGE.partition("| | lines that held | of |\n|---|---|---|\n")
+    _, _, below = PAGES.partition("| | lines that held | of |\n|---|---|---|\n")
     table, _, _ = below.partition("\n\n")
     assert sorted(line.split(" | ")[1] for line in table.splitlines()) == sorted(held)
 
@@ -285,19 +285,19 @@ def test_requests_that_differ_between_starts_are_those_of_the_file(pair: str, ro
         content(f"h200/check-{part}.json")[part][f"{pair}: requests that differ, of 1000"]["value"]
         for part in ("starts-small", "starts-moe")
     ]
-    assert f"| {row} | {counts[0]} | {counts[1]} |" in PAGE
+    assert f"| {row} | {counts[0]} | {counts[1]} |" in PAGES
 
 
 def test_no_row_was_lost_as_the_page_says() -> None:
     lost = content("h200/tpot-qwen3-8b-serving.json")["lost_rows"]
     assert set(lost.values()) == {0}
-    assert "for such rows on [the host of an earlier visit]" in PAGE
-    assert "No row was lost. Some turns waited instead." in PAGE
+    assert "for such rows on [the host of an earlier visit]" in PAGES
+    assert "No row was lost. Some turns waited instead." in PAGES
 
 
 def test_waits_beside_a_hostile_client_are_those_of_both_files() -> None:
     (shown,) = tables(DOCS / "cpu" / "isolation.json")
-    assert shown in PAGE
+    assert shown in PAGES
 
 
 def unwrapped(page: str) -> str:
@@ -305,7 +305,7 @@ def unwrapped(page: str) -> str:
     return " ".join(page.split())
 
 
-@pytest.mark.parametrize("page", [PAGE, RELIABILITY], ids=["benchmarks", "reliability"])
+@pytest.mark.parametrize("page", [PAGES, RELIABILITY], ids=["benchmarks", "reliability"])
 @pytest.mark.parametrize("name", ["isolation", "isolation-front-ends", "soak"])
 def test_the_pages_say_of_a_promise_what_its_file_says(page: str, name: str) -> None:
     said = statement(DOCS / "cpu" / f"{name}.json")
@@ -334,7 +334,7 @@ def test_a_statement_names_each_missed_promise(tmp_path: Path) -> None:
 
 def test_the_waits_of_the_soak_are_those_of_its_files() -> None:
     (shown,) = tables(DOCS / "cpu" / "soak.json")
-    assert shown in PAGE
+    assert shown in PAGES
 
 
 @pytest.mark.parametrize(
@@ -374,7 +374,7 @@ def test_the_waits_of_the_soak_are_those_of_its_files() -> None:
 )
 def test_tables_are_those_of_the_files(name: str) -> None:
     for shown in tables(DOCS / f"{name}.json"):
-        assert shown in PAGE
+        assert shown in PAGES
 
 
 def test_what_cut_watches_lost_is_that_of_the_files() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from rheostat_bench.stalled import ARMS, Turn, summary
 
-DOCS = Path(__file__).parents[3] / "docs"
+from .pages import DOCS, PAGES
 
 
 def turn(tokens: int, longest: float = 1.0) -> Turn:
@@ -35,16 +35,15 @@ def test_every_arm_is_set_beside_nobody() -> None:
 
 
 def test_one_stood_still_for_a_minute() -> None:
-    result = json.loads((DOCS / "benchmarks" / "cpu" / "stalled.json").read_text())
+    result = json.loads((DOCS / "cpu" / "stalled.json").read_text())
     assert result["seconds"] >= 60
 
 
 @pytest.mark.parametrize(
-    "path", sorted(DOCS.glob("benchmarks/*/stalled.json")), ids=lambda path: path.parent.name
+    "path", sorted(DOCS.glob("*/stalled.json")), ids=lambda path: path.parent.name
 )
 def test_the_page_shows_the_file(path: Path) -> None:
     result = json.loads(path.read_text())
-    page = (DOCS / "benchmarks" / "README.md").read_text()
     turns = [[Turn(**one) for one in result["turns"][arm.name]] for arm in ARMS]
     assert summary(turns) == result["summary"]
     for name, row in result["summary"].items():
@@ -52,4 +51,4 @@ def test_the_page_shows_the_file(path: Path) -> None:
             f"| {name} | {row['tokens_per_s']:.0f} | {row['lowest']:.0f} to {row['highest']:.0f} "
             f"| {row['percent']:.0f} % | {row['longest_request_s']:.1f} s |"
         )
-        assert line in page
+        assert line in PAGES
