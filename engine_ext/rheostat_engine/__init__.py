@@ -1,6 +1,7 @@
 """Rheostat's extension of vLLM: sites in the forward pass, and the server's interface to them.
 
-Importing this package imports neither torch nor vLLM. Only the workers load modules that do.
+Importing this package imports neither torch nor vLLM. Modules that do are loaded by the processes
+that run vLLM: the workers, the engine's core, and the server's process with its `AsyncLLM`.
 """
 
 from rheostat_engine.channel.events import (

@@ -41,7 +41,11 @@ def largest_replaced(finite_max: float) -> float:
 
 
 class Kind(IntEnum):
-    """How an act changes a row x of the stream. |x| is the L2 norm; u is v / |v|."""
+    """How an act changes a row x of the stream. |x| is the L2 norm; u is v / |v|.
+
+    Programs and kernels compare the numbers: kinds below `REPLACE` change x in the order of the
+    list of acts, and kinds from `GATE` on are steps of programs, but no acts.
+    """
 
     ADD = 1
     """x + scale * v."""
@@ -69,6 +73,11 @@ class Kind(IntEnum):
     READ_MEAN = 10
     """Not an act, but a step of programs: reads the number of a mean row, before the gates that
     need it."""
+
+    @property
+    def is_act(self) -> bool:
+        """Whether a plan may have an act of this kind."""
+        return self < Kind.GATE
 
     @property
     def reads(self) -> bool:

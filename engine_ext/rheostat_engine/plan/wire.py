@@ -363,7 +363,7 @@ def _check(act: Act) -> None:
         problem = "it takes one vector and no bands"
     elif act.kind.acts_last and not _possible_replacement(act):
         problem = "it takes a vector, at most one mask, no bands and a scale from 0 to 1"
-    elif act.kind >= Kind.GATE:
+    elif not act.kind.is_act:
         problem = "it is no act"
     elif (act.kind is Kind.READ) != (act.reading is not None):
         problem = "only it has a reading"

@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from rheostat_engine.sites.block_layout import Branch
+from rheostat_engine.sites.block_replay import NOISE_FACTOR, Replay, bitwise_equal, stream_sum
 from rheostat_engine.sites.module_calls import (
     Args,
     Call,
@@ -40,7 +41,6 @@ from rheostat_engine.sites.module_calls import (
     output_tensors,
     stream_tensors,
 )
-from rheostat_engine.sites.replay import NOISE_FACTOR, Replay, bitwise_equal, stream_sum
 
 NO_MODULES = "no two modules return what attention and the MLP add to the stream"
 NOT_BEFORE = "the block adds attention's output to something other than the stream that enters it"

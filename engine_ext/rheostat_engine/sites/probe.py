@@ -22,6 +22,13 @@ from torch import nn
 
 from rheostat_engine.plan.points import Point
 from rheostat_engine.sites.block_layout import Block, BlockLayout, SiteError, StreamLayout
+from rheostat_engine.sites.block_replay import (
+    NOISE_FACTOR,
+    AttentionNoise,
+    Replay,
+    bitwise_equal,
+    stream_sum,
+)
 from rheostat_engine.sites.branches import (
     NO_MODULES,
     NOT_AFTER,
@@ -40,13 +47,6 @@ from rheostat_engine.sites.module_calls import (
     cloned,
     patched_forwards,
     stream_tensors,
-)
-from rheostat_engine.sites.replay import (
-    NOISE_FACTOR,
-    AttentionNoise,
-    Replay,
-    bitwise_equal,
-    stream_sum,
 )
 
 PARALLEL = "attention and MLP run in parallel on the same stream"
