@@ -264,7 +264,7 @@ def test_the_lines_that_held_on_a_gpu_are_those_of_the_files() -> None:
     for path in (DOCS / "h200").glob("check-*.json"):
         (lines,) = json.loads(path.read_text()).values()
         held.append(f"{sum(line['ok'] for line in lines.values())} of {len(lines)}")
-    _, _, below = PAGES.partition("| | lines that held | of |\n|---|---|---|\n")
+    _, _, below = PAGES.partition("| | lines that held | date, version |\n|---|---|---|\n")
     table, _, _ = below.partition("\n\n")
     assert sorted(line.split(" | ")[1] for line in table.splitlines()) == sorted(held)
 
