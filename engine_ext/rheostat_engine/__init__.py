@@ -4,6 +4,17 @@ Importing this package imports neither torch nor vLLM. Modules that do are loade
 that run vLLM: the workers, the engine's core, and the server's process with its `AsyncLLM`.
 """
 
+from rheostat_engine.async_llm import (
+    add_requests_fast,
+    keep_end_token,
+    prepare_async_llm,
+    receive_outputs,
+    request_template,
+    send_gains,
+    send_holds,
+    stop_async_llm,
+    watch_scheduler,
+)
 from rheostat_engine.channel.events import (
     Attached,
     ControllerDisabled,
@@ -19,17 +30,6 @@ from rheostat_engine.channel.events import (
 )
 from rheostat_engine.channel.staging import StagingError
 from rheostat_engine.channel.worker_channel import WorkerChannel
-from rheostat_engine.front_end import (
-    add_requests_fast,
-    keep_end_token,
-    prepare_front_end,
-    receive_outputs,
-    request_template,
-    send_gains,
-    send_holds,
-    stop_front_end,
-    watch_scheduler,
-)
 from rheostat_engine.model_sites import ModelSites
 from rheostat_engine.output import Output
 from rheostat_engine.plan.acts import (
@@ -176,13 +176,13 @@ __all__ = [
     "keep_end_token",
     "largest_replaced",
     "merged_gains",
-    "prepare_front_end",
+    "prepare_async_llm",
     "receive_outputs",
     "request_template",
     "send_gains",
     "send_holds",
     "site_count",
-    "stop_front_end",
+    "stop_async_llm",
     "update_captures",
     "update_steering",
     "watch_scheduler",

@@ -22,7 +22,7 @@ from rheostat_engine import (
     receive_outputs,
     send_gains,
     send_holds,
-    stop_front_end,
+    stop_async_llm,
 )
 from rheostat_server.config import ModelInfo, ServerConfig
 from rheostat_server.engine.backend import (
@@ -378,7 +378,7 @@ class VllmBackend:
         self._lost = lambda reason: None  # the engine ends because it should
         if self._watch is not None:
             self._watch.cancel()
-        await stop_front_end(self._llm)
+        await stop_async_llm(self._llm)
         await asyncio.to_thread(self._llm.shutdown, _END_SECONDS)
         del self._loaded.llm
         await asyncio.to_thread(self._channel.close)

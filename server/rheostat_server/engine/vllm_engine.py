@@ -21,7 +21,7 @@ from rheostat_engine import (
     add_requests_fast,
     engine_kwargs,
     keep_end_token,
-    prepare_front_end,
+    prepare_async_llm,
     watch_scheduler,
 )
 from rheostat_server.config import ServerConfig
@@ -221,11 +221,11 @@ def _start(
 ) -> LoadedEngine:
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    prepare_front_end()
+    prepare_async_llm()
     vllm_config = make_config(config, path, settings, device, loras)
     compiled = bool(vllm_config.compilation_config.mode)
     _LOG.info("starting the engine%s", " with a compiled model" if compiled else "")
-    # No variable here may refer to the `AsyncLLM`: see `prepare_front_end`.
+    # No variable here may refer to the `AsyncLLM`: see `prepare_async_llm`.
     with core_left_to_server(config, device):
         loaded = LoadedEngine(
             AsyncLLM.from_vllm_config(vllm_config),  # logs statistics, which GetStats needs

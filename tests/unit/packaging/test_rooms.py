@@ -50,7 +50,7 @@ ENGINE_LAYERS = (
     "worker",
     "sites",
     "adapters",
-    "front_end",
+    "async_llm",
     "",
 )
 """Folders and modules of the engine, the lowest first; the last is the package's face."""

@@ -15,7 +15,7 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
 from rheostat_engine.adapters.detokenizer import LastTokensDetokenizer
-from rheostat_engine.front_end import prepare_front_end
+from rheostat_engine.async_llm import prepare_async_llm
 from rheostat_server.engine.vllm_engine import DEMO_MODEL
 
 RELIES = "rheostat_engine.adapters.logprobs relies on it"
@@ -26,7 +26,7 @@ def _prepared() -> Iterator[None]:
     stock = output_processor.LogprobsProcessor
     assert stock is LogprobsProcessor, RELIES
     decoder = vllm_detokenizer.FastIncrementalDetokenizer
-    prepare_front_end()
+    prepare_async_llm()
     assert vllm_detokenizer.FastIncrementalDetokenizer is LastTokensDetokenizer
     yield
     output_processor.LogprobsProcessor = stock

@@ -9,7 +9,7 @@ from vllm.v1.engine import async_llm
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from rheostat_engine.front_end import stop_front_end
+from rheostat_engine.async_llm import stop_async_llm
 
 RELIES = "rheostat_engine.adapters.output_handler relies on it"
 
@@ -52,7 +52,7 @@ async def test_a_task_that_was_stopped_does_not_report_the_end(
     llm = reading(core, errors)
     await asyncio.sleep(0)
     if stopped:
-        await stop_front_end(llm)
+        await stop_async_llm(llm)
     core.ended.set()
     await asyncio.wait([llm.output_handler])
     assert (len(said), len(errors)) == ((0, 0) if stopped else (1, 1)), RELIES
@@ -61,4 +61,4 @@ async def test_a_task_that_was_stopped_does_not_report_the_end(
 async def test_an_engine_that_has_run_nothing_has_no_such_task() -> None:
     llm = object.__new__(AsyncLLM)
     llm.output_handler = None
-    await stop_front_end(llm)
+    await stop_async_llm(llm)

@@ -13,7 +13,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 
-from rheostat_engine.front_end import receive_outputs
+from rheostat_engine.async_llm import receive_outputs
 from rheostat_engine.output import Output
 
 RELIES = "rheostat_engine.adapters.outputs relies on it"

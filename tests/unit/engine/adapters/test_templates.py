@@ -19,7 +19,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
 
 from rheostat_engine import EXTRA_ARG, Plan, Window
-from rheostat_engine.front_end import request_template
+from rheostat_engine.async_llm import request_template
 
 MODEL = Path(__file__).parents[4] / "server" / "rheostat_server" / "demo_model"
 RELIES = "rheostat_engine.adapters.templates relies on it"

@@ -15,7 +15,7 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 from vllm.v1.outputs import LogprobsLists
 
 from rheostat_engine.adapters import outputs
-from rheostat_engine.front_end import receive_outputs
+from rheostat_engine.async_llm import receive_outputs
 from rheostat_engine.output import Output
 from rheostat_server.engine.vllm_engine import DEMO_MODEL
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rheostat_engine.adapters.templates import Lora, Params, RequestTemplate
 
 
-def prepare_front_end() -> None:
+def prepare_async_llm() -> None:
     """Stops vLLM from decoding log-probabilities and whole prompts on the event loop.
 
     Call it before creating an `AsyncLLM`. See `adapters.logprobs` and `adapters.detokenizer`.
@@ -41,7 +41,7 @@ def prepare_front_end() -> None:
     decode_last_tokens()
 
 
-async def stop_front_end(llm: "OutputReader") -> None:
+async def stop_async_llm(llm: "OutputReader") -> None:
     """Lets `llm.shutdown()` end without a traceback; see `adapters.output_handler`."""
     from rheostat_engine.adapters.output_handler import stop_output_handler
 
