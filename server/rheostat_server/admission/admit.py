@@ -19,7 +19,7 @@ from rheostat_server.admission.compiled_requests import (
     CheckedParts,
     CompiledRequest,
     CompiledRequests,
-    GateTemplate,
+    KeptRequest,
     Parts,
     counts_of,
     gateless_key,
@@ -285,14 +285,16 @@ def admit_now(
             candidate.checked,
         )
         if key is not None:
-            known = compiled_before.find(key)
-            if known is None:
+            kept = compiled_before.find(key)
+            if kept is not None:
+                known = kept.compiled
+            else:
                 gateless = gateless_key(request, key, admission.server_wide)
             template = None if gateless is None else compiled_before.template(gateless)
             if template is not None:
                 known = with_other_gates(template, request.steering, context, admission.sites)
                 if known is not None:
-                    compiled_before.add(key, known, template.lookups)
+                    compiled_before.add(key, None, template._replace(compiled=known))
     if known is None:
         lookups = Lookups(admission.store.view())
         columns = admission.server_wide.columns
@@ -360,10 +362,7 @@ def admit_now(
             refuse_unwatched(parts, with_baseline=request.with_baseline)
             compiled = compiling((*own, *beside), watches=parts)
         if compiled_before is not None and key is not None:
-            compiled_before.add(key, compiled, lookups)
-            if gateless is not None:
-                template = GateTemplate(compiled, lookups, probes)
-                compiled_before.add_template(gateless, template)
+            compiled_before.add(key, gateless, KeptRequest(compiled, lookups, probes))
     plan, wanted = observe(compiled.plan, captures, wanted, compiled.observed)
     baseline = None
     if request.with_baseline:

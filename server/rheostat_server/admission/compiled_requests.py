@@ -16,7 +16,7 @@ that replace rows by those of a run, and captures for sinks and runs, because th
 requests; large requests and plans.
 
 Requests that differ only in the numbers of their gates, such as thresholds, share all but these;
-see `GateTemplate`.
+see `with_other_gates`.
 
 The parts of a request that was admitted are not checked again either; see `CheckedParts`.
 
@@ -26,7 +26,7 @@ Invariant: a request that finds an entry is admitted exactly as if it were compi
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from rheostat_engine import MAX_COLUMNS, Gate, ModelSites, Plan
 from rheostat_server.admission.global_steering import GlobalSteering
@@ -47,8 +47,11 @@ from rheostat_server.steering.gates import gate_probe_names, resolve_gate
 from rheostat_server.steering.interventions import INTERVENTION_PATH, Intervention
 from rheostat_server.steering.probes import Probe
 from rheostat_server.steering.rules import SignalPlan
-from rheostat_server.vectors.store import Lookups, Name, Vector, VectorStore
+from rheostat_server.vectors.store import Lookups, Vector, VectorStore
 from rheostat_wire.v1 import capture_pb2, generation_service_pb2, selector_pb2, steering_pb2
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 class Parts(NamedTuple):
@@ -116,19 +119,31 @@ class CompiledRequest:
     """The plan with the captures of observers."""
 
 
-class _Entry(NamedTuple):
-    compiled: CompiledRequest
-    names: dict[str, Name]
-    vectors: dict[bytes, Vector]
-
-
-class GateTemplate(NamedTuple):
-    """A compiled request, reused by requests that differ from it only in numbers of gates."""
+class KeptRequest(NamedTuple):
+    """A compiled request, and what it was compiled with."""
 
     compiled: CompiledRequest
     lookups: Lookups
+    """The vectors and names that were found."""
     probes: Mapping[str, Probe]
     """Its probes, by name."""
+
+
+class _Recent(OrderedDict[K, V]):
+    """The values that were used last, at most `COMPILED_REQUESTS`."""
+
+    def find(self, key: K) -> V | None:
+        """A value, which counts as used now."""
+        value = self.get(key)
+        if value is not None:
+            self.move_to_end(key)
+        return value
+
+    def add(self, key: K, value: V) -> None:
+        """Adds a value, and removes the oldest if there are too many."""
+        self[key] = value
+        if len(self) > COMPILED_REQUESTS:
+            self.popitem(last=False)
 
 
 class CompiledRequests:
@@ -137,10 +152,11 @@ class CompiledRequests:
     def __init__(self, store: VectorStore) -> None:
         """Makes an empty cache. Requests look up their vectors in `store`."""
         self._store = store
-        self._entries: OrderedDict[Key, _Entry] = OrderedDict()
-        self._templates: OrderedDict[Key, GateTemplate] = OrderedDict()
-        self._checked: OrderedDict[Parts, CheckedParts] = OrderedDict()
-        self._seen: OrderedDict[int, None] = OrderedDict()
+        self._requests = _Recent[Key, KeptRequest]()
+        self._templates = _Recent[Key, KeptRequest]()
+        """Requests that others reuse which differ only in numbers of gates; by `gateless_key`."""
+        self._checked = _Recent[Parts, CheckedParts]()
+        self._seen = _Recent[int, bool]()
         """Hashes of the parts of admitted requests, oldest first."""
         self._version = 0
         """The only version whose compiled requests are kept."""
@@ -148,77 +164,62 @@ class CompiledRequests:
 
     def __len__(self) -> int:
         """The number of compiled requests."""
-        return len(self._entries)
+        return len(self._requests)
 
     def set_version(self, version: int) -> None:
         """Discards all compiled requests, because the server-wide steering has a new version.
 
         Requests that are still being admitted under an earlier version are not kept.
         """
-        self._entries.clear()
+        self._requests.clear()
         self._templates.clear()
         self._version = version
 
-    def find(self, key: Key) -> CompiledRequest | None:
-        """The compiled request under a key, if the store still has its vectors and names."""
-        entry = self._entries.get(key)
-        if entry is None:
-            return None
-        if not self._store.still_has(entry.names, entry.vectors):
-            del self._entries[key]
-            return None
-        self._entries.move_to_end(key)
-        return entry.compiled
+    def find(self, key: Key) -> KeptRequest | None:
+        """The request under a key of `key_of`, if the store still has its vectors and names."""
+        return self._find(self._requests, key)
 
-    def template(self, key: Key) -> GateTemplate | None:
+    def template(self, key: Key) -> KeptRequest | None:
         """The last template added under a key of `gateless_key`, under the conditions of `find`."""
-        template = self._templates.get(key)
-        if template is None:
-            return None
-        if not self._store.still_has(template.lookups.names, template.lookups.vectors):
-            del self._templates[key]
-            return None
-        self._templates.move_to_end(key)
-        return template
+        return self._find(self._templates, key)
 
-    def add_template(self, key: Key, template: GateTemplate) -> None:
-        """Keeps a template, under the same conditions as `add`."""
-        if not self._keeps(key, template.compiled, template.lookups):
-            return
-        self._templates[key] = template
-        if len(self._templates) > COMPILED_REQUESTS:
-            self._templates.popitem(last=False)
+    def add(self, key: Key, gateless: Key | None, kept: KeptRequest) -> None:
+        """Keeps a request, unless it is too large, or names or steering have changed.
+
+        Args:
+            key: the key of `key_of`.
+            gateless: the key of `gateless_key`, if the request can be a template.
+            kept: the request.
+        """
+        if self._keeps(key, kept.compiled, kept.lookups):
+            self._requests.add(key, kept)
+            if gateless is not None:
+                self._templates.add(gateless, kept)
 
     def checked(self, parts: Parts) -> CheckedParts | None:
         """The results for parts; None if they are not kept."""
-        checked = self._checked.get(parts)
-        if checked is not None:
-            self._checked.move_to_end(parts)
-        return checked
+        return self._checked.find(parts)
+
+    def add_checked(self, checked: CheckedParts) -> None:
+        """Keeps the results for the parts of a request that was admitted."""
+        self._checked.add(checked.parts, checked)
 
     def seen_before(self, parts: Parts) -> bool:
         """Whether a request with equal parts was admitted before. Remembers this one."""
         number = hash(parts)
         if number in self._seen:
             return True
-        self._seen[number] = None
-        if len(self._seen) > COMPILED_REQUESTS:
-            self._seen.popitem(last=False)
+        self._seen.add(number, True)
         return False
 
-    def add_checked(self, checked: CheckedParts) -> None:
-        """Keeps the results for the parts of a request that was admitted."""
-        self._checked[checked.parts] = checked
-        if len(self._checked) > COMPILED_REQUESTS:
-            self._checked.popitem(last=False)
-
-    def add(self, key: Key, compiled: CompiledRequest, lookups: Lookups) -> None:
-        """Keeps a compiled request, unless it is too large, or names or steering have changed."""
-        if not self._keeps(key, compiled, lookups):
-            return
-        self._entries[key] = _Entry(compiled, lookups.names, lookups.vectors)
-        if len(self._entries) > COMPILED_REQUESTS:
-            self._entries.popitem(last=False)
+    def _find(self, kept: _Recent[Key, KeptRequest], key: Key) -> KeptRequest | None:
+        found = kept.find(key)
+        if found is None:
+            return None
+        if not self._store.still_has(found.lookups.names, found.lookups.vectors):
+            del kept[key]
+            return None
+        return found
 
     def _keeps(self, key: Key, compiled: CompiledRequest, lookups: Lookups) -> bool:
         inline = sum(
@@ -236,11 +237,9 @@ class CompiledRequests:
 
     def _on_evict(self, digest: bytes) -> None:
         """Frees the memory of a vector that has left the store."""
-        using = [key for key, one in self._templates.items() if digest in one.lookups.vectors]
-        for key in using:
-            del self._templates[key]
-        for key in [key for key, entry in self._entries.items() if digest in entry.vectors]:
-            del self._entries[key]
+        for kept in (self._requests, self._templates):
+            for key in [key for key, one in kept.items() if digest in one.lookups.vectors]:
+                del kept[key]
 
 
 def parts_of(request: generation_service_pb2.GenerateRequest) -> Parts | None:
@@ -351,7 +350,7 @@ def gateless_key(
 
 
 def with_other_gates(
-    template: GateTemplate,
+    template: KeptRequest,
     steering: steering_pb2.Steering,
     context: SelectionContext,
     model: ModelSites,
