@@ -48,7 +48,13 @@ from rheostat_server.steering.interventions import INTERVENTION_PATH, Interventi
 from rheostat_server.steering.probes import Probe
 from rheostat_server.steering.rules import SignalPlan
 from rheostat_server.vectors.store import Lookups, Vector, VectorStore
-from rheostat_wire.v1 import capture_pb2, generation_service_pb2, selector_pb2, steering_pb2
+from rheostat_wire.v1 import (
+    capture_pb2,
+    gate_pb2,
+    generation_service_pb2,
+    selector_pb2,
+    steering_pb2,
+)
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -266,16 +272,9 @@ def counts_of(request: generation_service_pb2.GenerateRequest) -> bool | None:
 
     It is not kept if more than positions and vectors matter.
     """
-    counts = _counts_positions(request.steering.interventions)
-    for rule in request.rules:
-        steered = _counts_positions(rule.steer.interventions)
-        counts = None if counts is None or steered is None else counts or steered
-    if counts is not None and request.captures:
-        counts = _count_positions_too(request.captures, counts)
-    if counts is not None and request.probes:
-        # A gate may be decided at the prompt's end.
-        counts = None if any(_reads_tokens(probe.where) for probe in request.probes) else True
-    return counts
+    steered = [part for rule in request.rules for part in rule.steer.interventions]
+    steered += request.steering.interventions
+    return _counts_positions([*steered, *request.captures], request.probes)
 
 
 def key_of(
@@ -310,12 +309,10 @@ def key_of(
         if parts is None:
             return None
         counts = counts_of(request)
-    for always in server_wide.steerings if counts is not None else ():
-        selecting = _counts_positions(always.interventions)
-        counts = None if counts is None or selecting is None else counts or selecting
-    if counts is not None and server_wide.probes:
-        selected = (probe.where for probe in server_wide.policy.probes)
-        counts = None if any(map(_reads_tokens, selected)) else True
+    if counts is not None and not server_wide.empty:
+        steered = [part for steering in server_wide.steerings for part in steering.interventions]
+        always = _counts_positions(steered, server_wide.policy.probes)
+        counts = None if always is None else counts or always
     if counts is None:
         return None
     counts = counts or bool(watches)
@@ -395,31 +392,24 @@ def may_select(request: generation_service_pb2.GenerateRequest) -> bool:
     return bool(request.HasField("steering") or request.captures or request.probes or request.rules)
 
 
-def _counts_positions(interventions: Sequence[steering_pb2.Intervention]) -> bool | None:
+def _counts_positions(
+    parts: Sequence[steering_pb2.Intervention | capture_pb2.CaptureSpec],
+    probes: Sequence[gate_pb2.Probe],
+) -> bool | None:
     """Whether a selector counts positions; None if more than positions and vectors matter."""
-    counts = False
-    for intervention in interventions:
-        if intervention.HasField("replace") and (
-            intervention.replace.HasField("run") or intervention.replace.HasField("mean")
-        ):
-            return None
-        if intervention.HasField("where"):
-            if _reads_tokens(intervention.where):
-                return None
-            counts = True
-    return counts
+    selecting = [part for part in (*parts, *probes) if part.HasField("where")]
+    if any(map(_reads_requests, parts)) or any(_reads_tokens(part.where) for part in selecting):
+        return None
+    return bool(selecting or probes)  # a gate may be decided at the prompt's end
 
 
-def _count_positions_too(captures: Sequence[capture_pb2.CaptureSpec], counts: bool) -> bool | None:
-    """The same for captures; None also if a capture goes to a sink or a run."""
-    for capture in captures:
-        if capture.HasField("sink") or capture.HasField("run"):
-            return None
-        if capture.HasField("where"):
-            if _reads_tokens(capture.where):
-                return None
-            counts = True
-    return counts
+def _reads_requests(part: steering_pb2.Intervention | capture_pb2.CaptureSpec) -> bool:
+    """Whether a part depends on other requests: on a run, or on the recordings of a sink."""
+    if isinstance(part, capture_pb2.CaptureSpec):
+        return part.HasField("sink") or part.HasField("run")
+    return part.HasField("replace") and (
+        part.replace.HasField("run") or part.replace.HasField("mean")
+    )
 
 
 def _reads_tokens(selector: selector_pb2.Selector) -> bool:
