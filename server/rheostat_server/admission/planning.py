@@ -139,31 +139,12 @@ class _ObservedPlan(NamedTuple):
     """The captures of the observers. Their identities are the key, so they must stay in memory."""
 
 
-class ObservedPlans:
-    """One plan with the captures of observers, kept for requests that are observed alike.
+ObservedPlans = WeakKeyDictionary[Subscription, dict[_ObservedKey, _ObservedPlan]]
+"""The plans with captures of observers of one request, kept for requests that are observed alike.
 
-    A plan is kept no longer than its first observer. Captures with a projection are not kept,
-    because their vectors may take much memory.
-    """
-
-    def __init__(self) -> None:
-        """Makes an empty cache."""
-        self._plans: WeakKeyDictionary[Subscription, dict[_ObservedKey, _ObservedPlan]]
-        self._plans = WeakKeyDictionary()
-
-    def find(self, first: Subscription, key: _ObservedKey) -> _ObservedPlan | None:
-        """The plan under a key; see `observe`."""
-        plans = self._plans.get(first)
-        return None if plans is None else plans.get(key)
-
-    def add(self, first: Subscription, key: _ObservedKey, observed: _ObservedPlan) -> None:
-        """Keeps a plan."""
-        if any(capture.projection is not None for capture in observed.beside):
-            return
-        plans = self._plans.setdefault(first, {})
-        if len(plans) == _OBSERVED_PLANS:
-            plans.clear()
-        plans[key] = observed
+A plan is kept no longer than its first observer. Captures with a projection are not kept, because
+their vectors may take much memory.
+"""
 
 
 def observe(
@@ -193,8 +174,8 @@ def observe(
         (observer_capture.subscription.name, *map(id, observer_capture.beside))
         for observer_capture in observing
     )
-    first = observing[0].subscription
-    observed = plans.find(first, key)
+    known = plans.setdefault(observing[0].subscription, {})
+    observed = known.get(key)
     if observed is None:
         together, kept = _affordable(plan, captures, observing)
         observed = _ObservedPlan(
@@ -202,7 +183,10 @@ def observe(
             frozenset(observer_capture.subscription.name for observer_capture in kept),
             tuple(capture for observer_capture in observing for capture in observer_capture.beside),
         )
-        plans.add(first, key, observed)
+        if all(capture.projection is None for capture in observed.beside):
+            if len(known) == _OBSERVED_PLANS:
+                known.clear()
+            known[key] = observed
     names = observed.names
     return observed.plan, tuple(
         observer_capture.unobserved(FRAGMENTED)
@@ -265,25 +249,18 @@ def check_ranges(
         InvalidValue: there are too many. For ranges, the error names the selector that exceeds the
             limit.
     """
-    validation.check_count(
-        len(steering.interventions), INTERVENTIONS, INTERVENTION_PATH, "interventions"
-    )
-    for index, rule in enumerate(rules):
-        field = f"rules[{index}].steer.interventions"
-        validation.check_count(len(rule.steer.interventions), INTERVENTIONS, field, "interventions")
+    steered = [
+        (f"rules[{index}].steer.interventions", rule.steer.interventions)
+        for index, rule in enumerate(rules)
+    ]
+    own = (INTERVENTION_PATH, steering.interventions)
+    for path, interventions in (own, *steered):
+        validation.check_count(len(interventions), INTERVENTIONS, path, "interventions")
     validation.check_count(len(captures), CAPTURES, "captures", "captures")
     validation.check_count(len(probes), MAX_COLUMNS, "probes", "probes")
     selecting: Sequence[
         tuple[str, Sequence[steering_pb2.Intervention | capture_pb2.CaptureSpec | gate_pb2.Probe]]
-    ] = (
-        (INTERVENTION_PATH, steering.interventions),
-        ("captures", captures),
-        ("probes", probes),
-        *(
-            (f"rules[{index}].steer.interventions", rule.steer.interventions)
-            for index, rule in enumerate(rules)
-        ),
-    )
+    ] = (own, ("captures", captures), ("probes", probes), *steered)
     total = 0
     for path, parts in selecting:
         for index, part in enumerate(parts):
