@@ -16,7 +16,6 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 from rheostat_engine import (
     LARGEST_GAIN,
@@ -46,39 +45,6 @@ Install = Callable[[Plan], Awaitable[object]]
 
 Answer = Callable[[Positions], None]
 """Is called with the first positions on which a gain acts; empty if every sample has ended."""
-
-
-class _SentGain:
-    """A gain that was sent to the engine."""
-
-    def __init__(
-        self,
-        gains: SampleGains,
-        samples: int,
-        done: Answer,
-    ) -> None:
-        """No sample has answered.
-
-        Args:
-            gains: the gains from then on, without their position.
-            samples: the number of samples that it was sent to.
-            done: is called once all samples have answered, with the first positions.
-        """
-        self._gains = gains
-        self._left = samples
-        self._done = done
-        self._firsts: list[generation_pb2.SamplePosition] = []
-
-    def resolve(self, sequence: EngineSequence, first: int | None) -> None:
-        """Takes the answer of a sample: its first position, or None if it has ended."""
-        if first is not None:
-            sequence.note_gains(self._gains._replace(first=first))
-            self._firsts.append(
-                generation_pb2.SamplePosition(sample=sequence.sample, position=first)
-            )
-        self._left -= 1
-        if not self._left:
-            self._done(sorted(self._firsts, key=lambda position: position.sample))
 
 
 class RequestGains:
@@ -131,17 +97,13 @@ class RequestGains:
         self._interventions = interventions
         self._plan = plan
         self._work = work
-        self._installed = False
+        self.installed = False
+        """Whether the samples have the table with gains, so that a gain is sent as a number."""
 
     @property
     def multiply(self) -> bool:
         """Whether a gain is not 1."""
         return any(gain != 1 for gain in self._gains)
-
-    @property
-    def installed(self) -> bool:
-        """Whether the samples have the table with gains, so that a gain is sent as a number."""
-        return self._installed
 
     async def install(
         self, setter: str, update_id: int, gain: gain_pb2.Gain, install: Install
@@ -156,10 +118,19 @@ class RequestGains:
 
         Raises:
             EngineLost, Defect: the request has failed.
-            RheostatError: the gain is refused.
+            RheostatError: the gain is refused, the engine cannot hold the table, or every sample
+                has ended.
         """
         self._changed(setter, gain)
-        await self._install_table(f"gains{update_id}{setter}", install)
+        plan_id = self._active.plan_id(f"gains{update_id}{setter}")
+        plan = await offload_plan(self._work, _with_gains, self._interventions, self._plan, plan_id)
+        try:
+            await install(plan)
+        except RheostatError as error:
+            if error.field:
+                error.field = "gain"
+            raise
+        self.installed = True
 
     def apply(self, setter: str, gain: gain_pb2.Gain, answer: Answer) -> None:
         """Sends a checked gain to the engine. It is answered once the engine has reported it.
@@ -205,23 +176,6 @@ class RequestGains:
             )
         return factors, changed
 
-    async def _install_table(self, name: str, install: Install) -> None:
-        """Has the table with gains built, and gives it to the samples.
-
-        Raises:
-            EngineLost, Defect: the request has failed.
-            RheostatError: the engine cannot hold it, or every sample has ended.
-        """
-        plan_id = self._active.plan_id(name)
-        plan = await offload_plan(self._work, _with_gains, self._interventions, self._plan, plan_id)
-        try:
-            await install(plan)
-        except RheostatError as error:
-            if error.field:
-                error.field = "gain"
-            raise
-        self._installed = True
-
     def _send(self, changed: Mapping[int, float], answer: Answer) -> None:
         """Sends changes to the samples that run.
 
@@ -243,19 +197,27 @@ class RequestGains:
             self._gains[index] = factor
         self._sent += 1
         self._settled.clear()
-        gains = SampleGains(0, self._source, tuple(self._gains))
-        sent = _SentGain(gains, len(running), partial(self._answered, answer))
+        source, gains = self._source, tuple(self._gains)
+        waiting, firsts = len(running), list[generation_pb2.SamplePosition]()
+
+        def resolve(sequence: EngineSequence, first: int | None) -> None:
+            """Takes the answer of a sample: its first position, or None if it has ended."""
+            nonlocal waiting
+            if first is not None:
+                sequence.note_gains(SampleGains(first, source, gains))
+                firsts.append(generation_pb2.SamplePosition(sample=sequence.sample, position=first))
+            waiting -= 1
+            if not waiting:
+                self._sent -= 1
+                if not self._sent:
+                    self._settled.set()
+                answer(sorted(firsts, key=lambda position: position.sample))
+
         for sequence in running:
-            change = sequence.await_gain(sent.resolve)
+            change = sequence.await_gain(resolve)
             prompt_len = self._active.admitted.prompt_len
             update = GainsUpdate(sequence.plan_id, change, prompt_len, changed)
             self._updates.set(update, self._active.fail)
-
-    def _answered(self, answer: Answer, firsts: Positions) -> None:
-        self._sent -= 1
-        if not self._sent:
-            self._settled.set()
-        answer(firsts)
 
 
 def _with_gains(interventions: Sequence[Intervention], plan: Plan, request_id: str) -> Plan:
