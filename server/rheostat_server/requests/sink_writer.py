@@ -49,10 +49,6 @@ class Recording(Protocol):
     """A destination of rows. Every method may block. The only errors are RheostatErrors."""
 
     @property
-    def rows(self) -> int:
-        """Rows that were written: positions times sites."""
-
-    @property
     def memory(self) -> int:
         """Bytes of rows that it holds in memory, and that `flush` can move to its disk."""
 
@@ -71,6 +67,9 @@ class Recording(Protocol):
 
 class SinkWriter(Holder):
     """Writes the rows of some captures of a request to one sink, or to a run."""
+
+    cost = Cost.TIME
+    """The consequence of giving up memory: time, because rows are moved to the disk."""
 
     def __init__(
         self,
@@ -110,16 +109,6 @@ class SinkWriter(Holder):
         self.task = asyncio.create_task(self._run())
 
     @property
-    def rows(self) -> int:
-        """Rows that were written to the sink: positions times sites."""
-        return self._recording.rows
-
-    @property
-    def cost(self) -> Cost:
-        """The consequence of giving up memory: time, because rows are moved to the disk."""
-        return Cost.TIME
-
-    @property
     def freeable(self) -> int:
         """Bytes that it can be asked to move to its disk."""
         return self._memory.bytes - self._flushing
@@ -134,7 +123,7 @@ class SinkWriter(Holder):
         self._flushing = self._memory.bytes
         self._buffer.news.set()
         if self._share.spills_too_much:
-            self._end(
+            self.overflow(
                 CaptureOverflow(
                     f"captured rows came faster than the server's sinks could write them: {why}. "
                     "Capture less, or give the server a faster disk"
@@ -142,8 +131,12 @@ class SinkWriter(Holder):
             )
 
     def overflow(self, error: RheostatError) -> None:
-        """Fails, because rows did not fit and none may be lost."""
-        self._end(error)
+        """Fails, unless it has failed: rows did not fit and none may be lost, or writing failed."""
+        if self.failure is None:
+            self.failure = error
+            self.feed.discard()
+            self._buffer.news.set()
+            self._fail(error)
 
     async def _run(self) -> None:
         try:
@@ -159,10 +152,10 @@ class SinkWriter(Holder):
                 else:
                     await self._take(item)
         except RheostatError as error:
-            self._end(error)
+            self.overflow(error)
         except Exception as error:  # the task ends here, so any error must fail the request
             _LOG.error("writing %s failed", self.feed.request_id, exc_info=error)
-            self._end(Defect("the server could not write the captured rows"))
+            self.overflow(Defect("the server could not write the captured rows"))
         finally:
             self._buffer.close()
             if self.failure is not None:
@@ -201,13 +194,6 @@ class SinkWriter(Holder):
             return Outcome(Ending.ABORTED, self._dropped, reasons)
         ending = Ending.PARTIAL if self._dropped else Ending.COMPLETE
         return Outcome(ending, self._dropped, reasons)
-
-    def _end(self, error: RheostatError) -> None:
-        if self.failure is None:
-            self.failure = error
-            self.feed.discard()
-            self._buffer.news.set()
-            self._fail(error)
 
 
 def _abandon(threads: Executor, opening: asyncio.Future[GuardedRecording]) -> None:
