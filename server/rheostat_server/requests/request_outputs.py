@@ -5,7 +5,7 @@ only if every other destination has succeeded.
 """
 
 import asyncio
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from rheostat_engine import Released, Rows
 from rheostat_server.delivery.items import SequenceKey
@@ -74,7 +74,7 @@ class RequestOutputs:
 
     def release(self, sequence_key: SequenceKey, released: Released) -> None:
         """Handles the engine's last report about a sequence."""
-        for feed in self._each():
+        for feed, _ in self._feeds:
             feed.release(sequence_key, released)
 
     def close(
@@ -84,7 +84,7 @@ class RequestOutputs:
         excluding: Collection[RowFeed] = frozenset(),
     ) -> None:
         """Closes all feeds except those in `excluding`. Each sends its end after its rows."""
-        for feed in self._each():
+        for feed, _ in self._feeds:
             if feed not in excluding:
                 feed.close(reasons)
 
@@ -114,7 +114,7 @@ class RequestOutputs:
         self.drop_runs()
         for writer in self._writers:
             writer.overflow(error)
-        for feed in self._each():
+        for feed, _ in self._feeds:
             if feed not in excluding:
                 feed.discard()
 
@@ -136,6 +136,3 @@ class RequestOutputs:
             for number, counts in feed.counts().items()
             if number in own
         }
-
-    def _each(self) -> Iterable[RowFeed]:
-        return [feed for feed, _ in self._feeds]

@@ -136,7 +136,7 @@ async def test_what_a_subscription_held_of_a_request_comes_back_once_it_has_left
         await until(lambda: not running.manager.ledger.used("capture_rows"))
         assert not active.attachments
         assert not active.reserved
-        assert not list(active.outputs._each())
+        assert not active.outputs
     running.backend.hold.go(100)
     assert (await rest(call))[-1].HasField("receipt")
     await settled(running)
