@@ -13,7 +13,6 @@ from rheostat_server.admission.admitted_request import AdmittedRequest
 from rheostat_server.engine.backend import Delta
 from rheostat_server.engine.held_samples import Fail, HeldSamples
 from rheostat_server.engine.pace import Pace
-from rheostat_server.errors import RheostatError
 from rheostat_server.requests.response_queue import ResponseQueue
 from rheostat_server.requests.sequence import EngineSequence
 from rheostat_server.requests.token_hold import TokenHold
@@ -148,8 +147,8 @@ class RequestHolds:
             self._none = None
         # These refer to the request, whose memory must be freed at once. No hold begins or ends any
         # more, so they are not called again.
-        self._fail = _no_error
-        self._accept = _no_tokens
+        self._fail = lambda _: None
+        self._accept = lambda sequence, delta: None
 
     def hold_late(self, sequence: EngineSequence) -> None:
         """Holds a sample that was added to the engine while a hold began."""
@@ -180,11 +179,3 @@ class RequestHolds:
                 if sequence.started and not sequence.ended
             ]
             self._held_samples.set(running, self._fail, held=held)
-
-
-def _no_error(error: RheostatError) -> None:
-    """Ends no request."""
-
-
-def _no_tokens(sequence: EngineSequence, delta: Delta) -> None:
-    """Hands on no tokens."""

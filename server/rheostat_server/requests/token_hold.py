@@ -124,7 +124,9 @@ class TokenHold:
     def drop(self) -> None:
         """Drops all tokens that are not released, because the sample has ended otherwise."""
         self.ended = True
-        self._clear()
+        for _, delta in self._deltas:
+            self._count(-weight(delta))
+        self._deltas.clear()
 
     def _release(self) -> list[Delta]:
         if self.ended or self._paused:
@@ -161,11 +163,6 @@ class TokenHold:
             return self._stop.kept
         limit = self._known - self._prompt_len + 1
         return limit if self._complete else min(limit, self._generated - self._hold_back)
-
-    def _clear(self) -> None:
-        for _, delta in self._deltas:
-            self._count(-weight(delta))
-        self._deltas.clear()
 
 
 def _cut(delta: Delta, kept: int) -> Delta | None:
