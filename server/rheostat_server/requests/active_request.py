@@ -146,7 +146,8 @@ class ActiveRequest:
                 len(self.own_samples),
                 share,
                 partial(self.queue.put, Sign.SIGNALS),
-                None if audit is None else audit.of(admitted.request_id),
+                admitted.request_id,
+                audit,
             )
         self.holds = RequestHolds(self.sequences, held_samples, self.fail, self._accept)
         """The watches that hold it."""

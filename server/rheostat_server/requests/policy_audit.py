@@ -63,10 +63,6 @@ class PolicyAudit:
         """Their positions."""
         self._timer: asyncio.TimerHandle | None = None
 
-    def of(self, request_id: str) -> "RequestAudit":
-        """What a request writes into the log."""
-        return RequestAudit(self, request_id)
-
     def fired(
         self, request_id: str, sample: int, rule: Rule, positions: Spans, *, stopped: bool
     ) -> None:
@@ -148,21 +144,6 @@ class PolicyAudit:
             return False
         self._lines -= 1
         return True
-
-
-class RequestAudit(NamedTuple):
-    """What one request writes into the audit log."""
-
-    audit: PolicyAudit
-    request_id: str
-
-    def fired(self, sample: int, rule: Rule, positions: Spans, *, stopped: bool) -> None:
-        """As `PolicyAudit.fired`."""
-        self.audit.fired(self.request_id, sample, rule, positions, stopped=stopped)
-
-    def unread(self, sample: int, version: int, first: int, end: int) -> None:
-        """As `PolicyAudit.unread`."""
-        self.audit.unread(self.request_id, sample, version, first, end)
 
 
 def _run(start: int, end: int) -> str:

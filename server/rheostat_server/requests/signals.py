@@ -25,7 +25,7 @@ from rheostat_engine import OPEN_END, Spans
 from rheostat_server.delivery.byte_budget import ByteCounter, Cost, Holder, Share
 from rheostat_server.delivery.row_messages import add_runs
 from rheostat_server.limits import CHUNK_BYTES
-from rheostat_server.requests.policy_audit import RequestAudit
+from rheostat_server.requests.policy_audit import PolicyAudit
 from rheostat_server.selectors.spans import runs, united
 from rheostat_server.steering.rules import Rule, SignalPlan
 from rheostat_wire.v1 import monitor_pb2, tensor_pb2
@@ -121,13 +121,17 @@ class _SampleSignals:
 class RequestSignals(Holder):
     """The waiting signals of a request, and its firings."""
 
+    cost = Cost.ROWS
+    """Signals may be dropped, and are counted then."""
+
     def __init__(
         self,
         plan: SignalPlan,
         samples: int,
         share: Share,
         wake: Callable[[], None],
-        audit: RequestAudit | None = None,
+        request_id: str,
+        audit: PolicyAudit | None,
     ) -> None:
         """No signals have come.
 
@@ -136,7 +140,8 @@ class RequestSignals(Holder):
             samples: the number of the request's own samples.
             share: the memory of the request.
             wake: is called if signals wait that should leave before the next token.
-            audit: logs where rules of the policy fire.
+            request_id: the request.
+            audit: logs where rules of the policy fire; None: it does not run.
         """
         self.plan = plan
         self._samples = [_SampleSignals() for _ in range(samples)]
@@ -150,15 +155,11 @@ class RequestSignals(Holder):
         """Whether the client gets the first columns, in their order."""
         self._own_rules = plan.own_rules
         self._noted_rules = plan.own_rules + plan.policy_rules
+        self._request_id = request_id
         self._audit = audit
         self._closed = False
         self._stopping = [n for n, rule in enumerate(plan.rules) if rule.stop is not None]
         share.add(self)
-
-    @property
-    def cost(self) -> Cost:
-        """Signals may be dropped, and are counted then."""
-        return Cost.ROWS
 
     @property
     def freeable(self) -> int:
@@ -221,7 +222,7 @@ class RequestSignals(Holder):
             self._samples[sample].dropped.append((first, end))
             policy = [rule.policy for rule in self.plan.rules if rule.policy]
             if policy and self._audit is not None:
-                self._audit.unread(sample, policy[0], first, end)
+                self._audit.unread(self._request_id, sample, policy[0], first, end)
 
     def take(
         self, sample: int, end: int, prompt: Sequence[int], tokens: Sequence[int]
@@ -307,7 +308,7 @@ class RequestSignals(Holder):
 
     def _log(self, sample: int, rule: Rule, positions: Spans, *, stopped: bool) -> None:
         if rule.policy and self._audit is not None:
-            self._audit.fired(sample, rule, positions, stopped=stopped)
+            self._audit.fired(self._request_id, sample, rule, positions, stopped=stopped)
 
     def _keep(
         self,
