@@ -165,6 +165,9 @@ class WaitingDeltas:
 class ResponseQueue(Holder):
     """The queue of one request. It has one reader, and is used on the event loop alone."""
 
+    cost = Cost.REQUEST
+    """The request fails, because tokens may not be lost."""
+
     def __init__(
         self,
         share: Share,
@@ -214,11 +217,6 @@ class ResponseQueue(Holder):
         self._timer: asyncio.TimerHandle | None = None
         """Set while tokens wait for later tokens."""
         share.add(self)
-
-    @property
-    def cost(self) -> Cost:
-        """The request fails, because tokens may not be lost."""
-        return Cost.REQUEST
 
     @property
     def freeable(self) -> int:
