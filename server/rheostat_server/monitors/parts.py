@@ -103,7 +103,7 @@ class WatchedPart(NamedTuple):
     watched: WatchedRequest
 
 
-def begin(
+def begin_watches(
     parts: Sequence[WatchPart],
     request_id: str,
     labels: Mapping[str, str],

@@ -55,6 +55,7 @@ from rheostat_server.errors import (
 )
 from rheostat_server.limits import RETRY_SECONDS, STATS_SECONDS
 from rheostat_server.monitors.opening import WatchContext
+from rheostat_server.monitors.parts import begin_watches
 from rheostat_server.monitors.registry import Watches
 from rheostat_server.prompts.prompts import Prompts
 from rheostat_server.requests.active_request import ActiveRequest
@@ -62,7 +63,7 @@ from rheostat_server.requests.late_attachment import LateAttachment
 from rheostat_server.requests.open_outputs import open_outputs
 from rheostat_server.requests.policy_audit import PolicyAudit
 from rheostat_server.requests.sequence import RELEASE_GRACE, EngineSequence, until_released
-from rheostat_server.requests.signal_delivery import SignalDelivery, begin_watches
+from rheostat_server.requests.signal_delivery import SignalDelivery
 from rheostat_server.requests.steering_control import SteeringControl
 from rheostat_server.requests.watched_requests import WatchedRequests
 from rheostat_server.runs.store import RunStore
@@ -293,7 +294,13 @@ class RequestManager:
         self._count(active, len(active.sequences))
         try:
             await self._prepare(active)
-            active.watched = begin_watches(admitted)
+            active.watched = begin_watches(
+                admitted.watch_parts,
+                admitted.request_id,
+                admitted.labels,
+                admitted.sampling.samples,
+                admitted.prompt_len,
+            )
             await self.watched.until_not_held(active)
             for part in admitted.watch_parts:
                 part.watch.check_not_lost()

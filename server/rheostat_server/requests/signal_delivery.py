@@ -1,4 +1,4 @@
-"""Announces requests to watches, and delivers the signals of a step to requests and watches.
+"""Delivers the signals of a step to requests and watches.
 
 Why the signals of a step are delivered together
     A step of hundreds of requests has one row for each; the rows of one request are a block.
@@ -13,8 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from rheostat_engine import SignalRows
-from rheostat_server.admission.admitted_request import AdmittedRequest
-from rheostat_server.monitors.parts import WatchedPart, begin
 from rheostat_server.monitors.signal_buffer import WatchedRequest
 from rheostat_server.monitors.watch import Watch, WatchedSamples
 from rheostat_server.requests.active_request import ActiveRequest
@@ -24,19 +22,6 @@ Int64: TypeAlias = npt.NDArray[np.int64]
 
 Routes: TypeAlias = Mapping[str, tuple[ActiveRequest, EngineSequence]]
 """Requests and sequences, by the ids of their plans."""
-
-
-def begin_watches(admitted: AdmittedRequest) -> tuple[WatchedPart, ...]:
-    """Announces a request to the watches that select it; returns those that read it."""
-    if not admitted.watch_parts:
-        return ()
-    return begin(
-        admitted.watch_parts,
-        admitted.request_id,
-        admitted.labels,
-        admitted.sampling.samples,
-        admitted.prompt_len,
-    )
 
 
 class _Blocks(NamedTuple):
@@ -129,11 +114,6 @@ class _Reader:
         return self._samples.take(kept), blocks._replace(counts=counts).take(kept)
 
 
-def _takes_signals(active: ActiveRequest, sequence: EngineSequence) -> bool:
-    """Whether `ActiveRequest.add_signals` does anything with the signals of a step."""
-    return active.signals is not None and sequence.kind is SequenceKind.OWN
-
-
 class _Batch:
     """The requests and watches that read the signals of some requests."""
 
@@ -144,16 +124,15 @@ class _Batch:
         found: dict[tuple[Watch, int, bytes], list[_WatchedBlock]] = {}
         for index, request_id in enumerate(request_ids):
             route = routes.get(request_id)
-            if route is None:
+            if route is None or route[1].kind is not SequenceKind.OWN:
                 continue
             active, sequence = route
-            if _takes_signals(active, sequence):
+            if active.signals is not None:
                 self.requests.append((index, active, sequence))
-            if sequence.kind is SequenceKind.OWN:
-                for part, watched in active.watched:
-                    block = _WatchedBlock(index, watched, sequence, active.admitted.prompt_len)
-                    key = part.watch, part.first_column, part.gates.tobytes()
-                    found.setdefault(key, []).append(block)
+            for part, watched in active.watched:
+                block = _WatchedBlock(index, watched, sequence, active.admitted.prompt_len)
+                key = part.watch, part.first_column, part.gates.tobytes()
+                found.setdefault(key, []).append(block)
         self.watches = [
             _Reader(watch, column, np.frombuffer(gates, np.intp), blocks)
             for (watch, column, gates), blocks in found.items()
@@ -207,12 +186,10 @@ class SignalDelivery:
             event.request_ids, event.starts, event.counts, strict=True
         ):
             route = self._routes.get(request_id)
-            if route is None:
+            if route is None or route[1].kind is not SequenceKind.OWN:
                 continue
             active, sequence = route
             active.add_signals(sequence, first, count, None, event.readings, opened=False)
-            if sequence.kind is not SequenceKind.OWN:
-                continue
             for part, watched in active.watched:
                 block = _WatchedBlock(0, watched, sequence, active.admitted.prompt_len)
                 lost = min(count, block.end - first) if sequence.ended else count
