@@ -78,22 +78,22 @@ class ActiveRequest:
         self,
         admitted: AdmittedRequest,
         share: Share,
-        pace: Pace | None = None,
-        wake_turns: Turns | None = None,
-        row_turns: Turns | None = None,
-        held_samples: HeldSamples | None = None,
-        audit: PolicyAudit | None = None,
+        pace: Pace,
+        wake_turns: Turns,
+        row_turns: Turns,
+        held_samples: HeldSamples,
+        audit: PolicyAudit,
     ) -> None:
         """The request has not started.
 
         Args:
             admitted: the request.
             share: the memory for its waiting rows and tokens.
-            pace: counts its streams, and limits how often their tokens are sent. None: no limit.
+            pace: counts its streams, and limits how often their tokens are sent.
             wake_turns: limits how many readers of responses wake in an iteration of the event loop.
             row_turns: limits how many requests send rows in an iteration of the event loop.
-            held_samples: holds its samples in the engine; None: it is never held.
-            audit: logs where rules of the policy fire; None: it does not run.
+            held_samples: holds its samples in the engine.
+            audit: logs where rules of the policy fire.
         """
         self.admitted = admitted
         self.admitted_at = time.monotonic()
@@ -122,9 +122,7 @@ class ActiveRequest:
         self.interrupt: Callable[[RheostatError], None] = lambda _: None
         """Ends the call, even if its client does not read."""
         wake = partial(self.queue.put, Sign.ROWS)
-        self.response_rows = ResponseRows(
-            wake if row_turns is None else partial(row_turns.call_later, wake)
-        )
+        self.response_rows = ResponseRows(partial(row_turns.call_later, wake))
         """Captured rows of the response, sent an iteration of the loop after the step's tokens."""
         self.capture_lock = asyncio.Lock()
         """Held during changes of captures, so that two changes do not reserve the same capacity."""

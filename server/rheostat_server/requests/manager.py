@@ -276,15 +276,7 @@ class RequestManager:
         """
         self._check_open(admitted)
         self.watched.announce_late(admitted)
-        active = ActiveRequest(
-            admitted,
-            self.budget.share(),
-            self._pace,
-            self._wake_turns,
-            self._row_turns,
-            self._held_samples,
-            self._audit,
-        )
+        active = self._make_active(admitted, self.budget.share())
         if admitted.changeable:
             active.control = SteeringControl(active, self)
         self._active_requests[admitted.request_id] = active
@@ -329,7 +321,7 @@ class RequestManager:
         Raises:
             BankFull, CaptureOverflow: the engine could not run it even if it were empty.
         """
-        active = ActiveRequest(admitted, Share(0, ""))
+        active = self._make_active(admitted, Share(0, ""))
         active.unobserve()
         self.admission_queue.check_ever_fits(active.reservations, admitted.prompt_len)
         return self.ledger.additional_needs(admitted.plan)["bank_rows"]
@@ -393,6 +385,17 @@ class RequestManager:
             if not await self._empty_within(RELEASE_GRACE):
                 _LOG.warning("drain: %d requests never ended", len(self._active_requests))
         return Drained(max(0, running - len(aborted)), len(aborted))
+
+    def _make_active(self, admitted: AdmittedRequest, share: Share) -> ActiveRequest:
+        return ActiveRequest(
+            admitted,
+            share,
+            self._pace,
+            self._wake_turns,
+            self._row_turns,
+            self._held_samples,
+            self._audit,
+        )
 
     async def _prepare(self, active: ActiveRequest) -> None:
         """Reserves all that a request needs, and opens the receivers of its rows."""

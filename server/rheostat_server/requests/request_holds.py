@@ -82,7 +82,7 @@ class RequestHolds:
     def __init__(
         self,
         sequences: Sequence[EngineSequence],
-        held_samples: HeldSamples | None,
+        held_samples: HeldSamples,
         fail: Fail,
         accept: Callable[[EngineSequence, Delta], None],
     ) -> None:
@@ -90,7 +90,7 @@ class RequestHolds:
 
         Args:
             sequences: its sequences, to which more may be added.
-            held_samples: holds samples in the engine; None: it runs none.
+            held_samples: holds samples in the engine.
             fail: ends the request.
             accept: is called with what a sample's token hold releases.
         """
@@ -172,10 +172,7 @@ class RequestHolds:
 
     def _set(self, sequences: Sequence[EngineSequence], *, held: bool) -> None:
         """Makes the engine hold samples that it has, or go on with them."""
-        if self._held_samples is not None:
-            running = [
-                sequence.plan_id
-                for sequence in sequences
-                if sequence.started and not sequence.ended
-            ]
-            self._held_samples.set(running, self._fail, held=held)
+        running = [
+            sequence.plan_id for sequence in sequences if sequence.started and not sequence.ended
+        ]
+        self._held_samples.set(running, self._fail, held=held)

@@ -172,8 +172,8 @@ class ResponseQueue(Holder):
         self,
         share: Share,
         on_full: Callable[[ResponseOverflow], None],
-        pace: Pace | None = None,
-        turns: Turns | None = None,
+        pace: Pace,
+        turns: Turns,
     ) -> None:
         """An empty queue.
 
@@ -181,7 +181,7 @@ class ResponseQueue(Holder):
             share: the memory of the request.
             on_full: is called with an error when the waiting tokens exceed that memory.
             pace: counts the streams. If `paced`, it limits how often their tokens are sent.
-            turns: limits how many readers wake in an iteration of the event loop. None: no limit.
+            turns: limits how many readers wake in an iteration of the event loop.
         """
         self.direct: Callable[[EngineSequence, Delta], bool] = lambda sequence, delta: False
         """Sends a delta without waking the reader, which waits. Returns whether it did."""
@@ -208,7 +208,7 @@ class ResponseQueue(Holder):
         self._turns = turns
         self._turn_asked = False
         """Whether the reader waits for its turn to wake."""
-        self._pace = pace or Pace()
+        self._pace = pace
         self._streams: set[EngineSequence] = set()
         """The samples that `pace` counts."""
         self._clock = asyncio.get_running_loop().time
@@ -367,29 +367,21 @@ class ResponseQueue(Holder):
 
     def _send_now(self, sequence: EngineSequence, delta: Delta) -> bool:
         """Sends a delta directly, if it is this queue's turn; returns whether it did."""
-        turns = self._turns
-        if turns is None or not self.direct_in_turn:
-            return self.direct(sequence, delta)
-        return turns.take() and self.direct(sequence, delta)
+        if self.direct_in_turn and not self._turns.take():
+            return False
+        return self.direct(sequence, delta)
 
     def _give(self, entry: Entry) -> bool:
         """Gives an entry to the waiting reader; returns False if the reader must wait its turn."""
         reader = self._reader
-        if reader is None:
+        if reader is None or not self._turns.free:
             return False
-        if self._turns is None:
-            reader.set_result(entry)
-        elif self._turns.free:
-            self._turns.call(partial(reader.set_result, entry))
-        else:
-            return False
+        self._turns.call(partial(reader.set_result, entry))
         return True
 
     def _wake_in_turn(self) -> None:
         """Calls `_wake` when it is the reader's turn."""
-        if self._turns is None:
-            self._wake()
-        elif not self._turn_asked and self._reader is not None and not self._reader.done():
+        if not self._turn_asked and self._reader is not None and not self._reader.done():
             self._turn_asked = True
             if self.joined:
                 self._turns.call_later(self._take_turn)

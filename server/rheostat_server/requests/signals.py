@@ -131,7 +131,7 @@ class RequestSignals(Holder):
         share: Share,
         wake: Callable[[], None],
         request_id: str,
-        audit: PolicyAudit | None,
+        audit: PolicyAudit,
     ) -> None:
         """No signals have come.
 
@@ -141,7 +141,7 @@ class RequestSignals(Holder):
             share: the memory of the request.
             wake: is called if signals wait that should leave before the next token.
             request_id: the request.
-            audit: logs where rules of the policy fire; None: it does not run.
+            audit: logs where rules of the policy fire.
         """
         self.plan = plan
         self._samples = [_SampleSignals() for _ in range(samples)]
@@ -221,7 +221,7 @@ class RequestSignals(Holder):
         if first < end:
             self._samples[sample].dropped.append((first, end))
             policy = [rule.policy for rule in self.plan.rules if rule.policy]
-            if policy and self._audit is not None:
+            if policy:
                 self._audit.unread(self._request_id, sample, policy[0], first, end)
 
     def take(
@@ -307,7 +307,7 @@ class RequestSignals(Holder):
         return self._samples[sample].firings.setdefault(key, Firings())
 
     def _log(self, sample: int, rule: Rule, positions: Spans, *, stopped: bool) -> None:
-        if rule.policy and self._audit is not None:
+        if rule.policy:
             self._audit.fired(self._request_id, sample, rule, positions, stopped=stopped)
 
     def _keep(

@@ -87,7 +87,7 @@ async def play(steps: list, limit: int) -> None:
         errors.append(error)
         queue.close()
 
-    queue = ResponseQueue(share, overflow)
+    queue = ResponseQueue(share, overflow, Pace(), Turns(8))
     sequences = [sequence(sample) for sample in range(3)]
     sent = {one: Sent() for one in sequences}
     held = {one: WaitingDeltas(queue.byte_counter) for one in sequences}
@@ -140,7 +140,9 @@ async def play(steps: list, limit: int) -> None:
 
 
 async def test_events_come_between_the_tokens_between_which_they_went_in() -> None:
-    queue = ResponseQueue(Budget(1 << 20, 1 << 20, slack=0).share(), lambda _: None)
+    queue = ResponseQueue(
+        Budget(1 << 20, 1 << 20, slack=0).share(), lambda _: None, Pace(), Turns(8)
+    )
     one, event = sequence(0), Installed("r", "")
     for what in (delta(1, 1, None), delta(2, 1, None), event, delta(3, 1, None)):
         queue.put(ResponseItem(one, what))
@@ -154,7 +156,7 @@ async def test_what_is_taken_after_the_end_counts_nowhere() -> None:
     """The reader may be in the middle of messages that it holds back when the request fails."""
     budget = Budget(1 << 20, 1 << 20, slack=0)
     share = budget.share()
-    queue = ResponseQueue(share, lambda _: None)
+    queue = ResponseQueue(share, lambda _: None, Pace(), Turns(8))
     held = WaitingDeltas(queue.byte_counter)
     held.add(delta(1, 5, 3))
     assert budget.byte_counter.token_bytes > 0
@@ -167,7 +169,7 @@ async def test_what_is_taken_after_the_end_counts_nowhere() -> None:
 
 async def test_a_reader_that_waits_gets_a_token_at_once() -> None:
     budget = Budget(1 << 20, 1 << 20, slack=0)
-    queue = ResponseQueue(budget.share(), lambda _: None)
+    queue = ResponseQueue(budget.share(), lambda _: None, Pace(), Turns(8))
     one, (first, second, third) = sequence(0), (delta(count, 1, None) for count in range(3))
     reading = asyncio.ensure_future(queue.get())
     await asyncio.sleep(0)
@@ -183,7 +185,9 @@ async def test_a_reader_that_waits_gets_a_token_at_once() -> None:
 
 
 async def test_a_reader_that_stops_waiting_when_an_entry_comes_loses_nothing() -> None:
-    queue = ResponseQueue(Budget(1 << 20, 1 << 20, slack=0).share(), lambda _: None)
+    queue = ResponseQueue(
+        Budget(1 << 20, 1 << 20, slack=0).share(), lambda _: None, Pace(), Turns(8)
+    )
     one, (first, second) = sequence(0), (delta(count, 1, None) for count in range(2))
     reading = asyncio.ensure_future(queue.get())
     await asyncio.sleep(0)
@@ -204,7 +208,7 @@ async def test_the_last_tokens_are_sent_before_the_reader_wakes_for_the_end() ->
 
     def queue_of(sample: int) -> ResponseQueue:
         share = Budget(1 << 20, 1 << 20, slack=0).share()
-        queue = ResponseQueue(share, lambda _: None, turns=turns)
+        queue = ResponseQueue(share, lambda _: None, Pace(), turns)
 
         def direct(of: EngineSequence, tokens: Delta) -> bool:
             if not tokens.token_ids:
@@ -237,7 +241,7 @@ async def test_the_last_tokens_are_sent_before_the_reader_wakes_for_the_end() ->
 
 async def test_few_readers_wake_in_an_iteration_and_get_their_entries_in_order() -> None:
     share, turns = Budget(1 << 20, 1 << 20, slack=0).share(), Turns(3)
-    queues = [ResponseQueue(share, lambda _: None, turns=turns) for _ in range(8)]
+    queues = [ResponseQueue(share, lambda _: None, Pace(), turns) for _ in range(8)]
     samples = [sequence(number) for number in range(8)]
     readers = [asyncio.ensure_future(queue.get()) for queue in queues]
     await asyncio.sleep(0)
@@ -266,7 +270,7 @@ async def test_an_error_waits_for_no_turn() -> None:
     turns = Turns(1)
     turns.call(lambda: None)
     share = Budget(1 << 20, 1 << 20, slack=0).share()
-    queue = ResponseQueue(share, lambda _: None, turns=turns)
+    queue = ResponseQueue(share, lambda _: None, Pace(), turns)
     reader = asyncio.ensure_future(queue.get())
     await asyncio.sleep(0)
     turns.call(lambda: None)
@@ -286,7 +290,7 @@ def pace() -> Pace:
 
 
 def paced(pace: Pace) -> ResponseQueue:
-    queue = ResponseQueue(Budget(1 << 20, 1 << 20, slack=0).share(), lambda _: None, pace)
+    queue = ResponseQueue(Budget(1 << 20, 1 << 20, slack=0).share(), lambda _: None, pace, Turns(8))
     queue.paced = True
     return queue
 
@@ -368,7 +372,7 @@ async def test_no_timer_refers_to_a_queue_that_has_overflowed(pace: Pace) -> Non
         ended.put(error)
 
     share = Budget(1 << 20, 1 << 20, slack=0).share()
-    queues = [ResponseQueue(share, overflow, pace)]
+    queues = [ResponseQueue(share, overflow, pace, Turns(8))]
     queues[0].paced = True
     queue = weakref.ref(queues[0])
     reader = await next_of(queues[0])
@@ -421,7 +425,7 @@ async def test_a_queue_that_is_closed_counts_no_streams() -> None:
 
 async def test_a_sample_whose_tokens_do_not_wait_here_counts_as_a_stream(pace: Pace) -> None:
     share = Budget(1 << 20, 1 << 20, slack=0).share()
-    queue = ResponseQueue(share, lambda _: None, pace)
+    queue = ResponseQueue(share, lambda _: None, pace, Turns(8))
     before, one = pace.interval, sequence(0)
     for number in range(3):
         reader = await next_of(queue)
