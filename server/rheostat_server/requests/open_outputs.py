@@ -7,7 +7,7 @@ from typing import Protocol
 
 from rheostat_engine import ModelSites
 from rheostat_server.capture.specs import ResolvedCapture, Target, sink_groups
-from rheostat_server.config import ModelInfo, ServerConfig
+from rheostat_server.config import ModelInfo
 from rheostat_server.delivery.delivery_buffer import Deliveries, DeliveryBuffer
 from rheostat_server.delivery.response_rows import ADVICE, LOSSLESS
 from rheostat_server.delivery.row_feed import RowFeed
@@ -33,7 +33,6 @@ _RUN_WRITERS = ThreadPoolExecutor(4, "run-writer")
 class Openers(Protocol):
     """The parts of the request manager that receivers need."""
 
-    config: ServerConfig
     info: ModelInfo
     sites: ModelSites
     sinks: Sinks

@@ -56,25 +56,18 @@ _ENDED = "every sample has ended"
 class EngineAccess(Protocol):
     """What a change of the steering needs of the server."""
 
+    admission_queue: AdmissionQueue
+    """The engine's capacity."""
+    preparations: Preparations
+    """Builds tables in the workers."""
+    steering_updates: SteeringUpdates
+    """Sends acts to the engine."""
+    gain_updates: GainUpdates
+    """Sends gains to the engine."""
+
     @property
     def admission(self) -> AdmissionContext:
         """Everything that a new steering is checked against."""
-
-    @property
-    def admission_queue(self) -> AdmissionQueue:
-        """The engine's capacity."""
-
-    @property
-    def preparations(self) -> Preparations:
-        """Builds tables in the workers."""
-
-    @property
-    def steering_updates(self) -> SteeringUpdates:
-        """Sends acts to the engine."""
-
-    @property
-    def gain_updates(self) -> GainUpdates:
-        """Sends gains to the engine."""
 
     async def pin_vectors(self, active: ActiveRequest, vectors: Sequence[Vector]) -> None:
         """Loads vectors, and keeps them until the request ends."""
