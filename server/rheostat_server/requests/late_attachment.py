@@ -8,8 +8,9 @@ sample's captures reach the engine in the order of their numbers.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 
 from rheostat_engine import (
     OPEN_END,
@@ -42,6 +43,7 @@ from rheostat_server.subscriptions.pending_changes import (
 )
 from rheostat_server.subscriptions.registry import Subscriptions
 from rheostat_server.subscriptions.subscription import Subscription
+from rheostat_server.tasks.kept import keep
 from rheostat_server.tasks.offload import offload_plan
 from rheostat_server.tasks.turns import Turns
 from rheostat_server.tensors import FloatType
@@ -108,7 +110,8 @@ class LateAttachment:
         running = [
             active
             for active in self._active_requests.values()
-            if active.capacity_reserved and _selects(subscription, active)
+            if active.capacity_reserved
+            and subscription.selects(active.admitted.request_id, active.admitted.labels)
         ]
         for active in running:
             active.attachment_attempts.add(subscription.name)
@@ -169,7 +172,15 @@ class LateAttachment:
         await (self._openings if named else self._catching_up).turn()
         if not named and (not subscription.taking or active.closed):
             return []
-        observer_capture = await self._observer_capture(subscription, active)
+        context = active.admitted.context
+        spent = sum(observer.subscription.captures.cost for observer in _observing(active))
+        (observer_capture,) = await offload_plan(
+            estimate_observers([subscription], context.prompt_len),
+            observer_captures,
+            [subscription],
+            context,
+            spent,
+        )
         async with active.capture_lock:
             need, reason = await self._need(active, observer_capture)
             sequences = _running(active)
@@ -219,22 +230,6 @@ class LateAttachment:
             sequence.pending_changes.append(pending[-1])
         return pending
 
-    async def _observer_capture(
-        self, subscription: Subscription, active: ActiveRequest
-    ) -> ObserverCapture:
-        context, observers = active.admitted.context, [subscription]
-        spent = sum(
-            observer_capture.subscription.captures.cost for observer_capture in _observing(active)
-        )
-        (observer_capture,) = await offload_plan(
-            estimate_observers(observers, context.prompt_len),
-            observer_captures,
-            observers,
-            context,
-            spent,
-        )
-        return observer_capture
-
     async def _need(
         self, active: ActiveRequest, observer_capture: ObserverCapture | None = None
     ) -> tuple[CaptureNeed, str]:
@@ -281,13 +276,9 @@ class LateAttachment:
     def _captured(self, active: ActiveRequest) -> list[ResolvedCapture]:
         """All current captures of a request."""
         beside = (
-            capture
-            for observer_capture in _observing(active)
-            if observer_capture.subscription.taking
-            for number, capture in observer_capture.captures.items()
-            if number not in observer_capture.own
+            observer.beside for observer in _observing(active) if observer.subscription.taking
         )
-        return [*active.admitted.captures, *beside]
+        return [*active.admitted.captures, *chain.from_iterable(beside)]
 
     def _detach(self, subscription: Subscription) -> None:
         """Stops all captures for a subscription that takes no more rows."""
@@ -310,7 +301,7 @@ class LateAttachment:
                 active.attachments.remove(attachment)
             self._change(active, _running(active))
             if detached:
-                self._soon(self._release(active))
+                keep(self._tasks, self._release(active))
 
     async def _release(self, active: ActiveRequest) -> None:
         """Releases capacity of detached subscriptions, once the engine has applied the change."""
@@ -340,7 +331,7 @@ class LateAttachment:
     def _send(self) -> None:
         """Starts the task that sends all changes to the engine, unless it runs."""
         if self._sending is None or self._sending.done():
-            self._sending = self._soon(self._send_all())
+            self._sending = keep(self._tasks, self._send_all())
 
     async def _send_all(self) -> None:
         while self._changed or self._gone:
@@ -389,16 +380,6 @@ class LateAttachment:
             if route is not None:
                 failed = Attached(name, number, OPEN_END, "the change could not be sent")
                 route[1].resolve_changes(failed)
-
-    def _soon(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-
-def _selects(subscription: Subscription, active: ActiveRequest) -> bool:
-    return subscription.selects(active.admitted.request_id, active.admitted.labels)
 
 
 def _miss(subscription: Subscription, active: ActiveRequest, reason: str) -> None:
