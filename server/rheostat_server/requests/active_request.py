@@ -303,7 +303,7 @@ class ActiveRequest:
             self._close_outputs()
             return
         elif isinstance(event, Gained):
-            sequence.on_gained(event)
+            sequence.resolve_gains(event.change, event.first)
             return
         elif isinstance(event, ControllerDisabled):
             undecided = sequence.on_controller_disabled(event)

@@ -215,10 +215,6 @@ class EngineSequence:
         self._pending_gains.append(_PendingGain(self._gain_changes, resolve))
         return self._gain_changes
 
-    def on_gained(self, gained: Gained) -> None:
-        """Handles the report of a change of its gains, which includes earlier changes."""
-        self._resolve_gains(gained.change, gained.first)
-
     def on_controller_disabled(self, event: ControllerDisabled) -> bool:
         """Handles the report that its controller was disabled.
 
@@ -237,7 +233,11 @@ class EngineSequence:
         self.gains.append(gains)
         self.last_gains[gains.source] = gains.gains
 
-    def _resolve_gains(self, change: int, first: int | None) -> None:
+    def resolve_gains(self, change: int, first: int | None) -> None:
+        """Ends the wait for a change of its gains, and for all earlier changes.
+
+        `first` is the first position on which they act; None if the sample has ended.
+        """
         while self._pending_gains and self._pending_gains[0].change <= change:
             self.gain_count += first is not None
             self._pending_gains.popleft().resolve(self, first)
@@ -252,7 +252,7 @@ class EngineSequence:
         self.engine_done = True
         self.released.set()
         self.resolve_all_changes()
-        self._resolve_gains(self._gain_changes, None)
+        self.resolve_gains(self._gain_changes, None)
 
     def on_dropped(self, report: Report) -> None:
         """Ends the waits for a report that could not be handled; the engine does not repeat it."""
@@ -264,7 +264,7 @@ class EngineSequence:
             error = "the server could not handle the engine's answer"
             self.on_attached(replace(report, error=error))
         elif isinstance(report, Gained):
-            self.on_gained(report)
+            self.resolve_gains(report.change, report.first)
 
     def resolve_all_changes(self) -> None:
         """Ends the wait for changes of captures, because the engine no longer has the sequence."""
