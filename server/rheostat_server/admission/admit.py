@@ -67,11 +67,7 @@ from rheostat_server.steering.controlled import (
     check_controlled,
     control,
 )
-from rheostat_server.steering.estimates import (
-    estimate_captures,
-    estimate_probes,
-    estimate_steering,
-)
+from rheostat_server.steering.estimates import estimate_captures, estimate_parts
 from rheostat_server.steering.gates import refuse_unused_probes
 from rheostat_server.steering.interventions import (
     Intervention,
@@ -474,16 +470,9 @@ def _parts_work(request: GenerateRequest, length: int, admission: AdmissionConte
         length: tokens of the prompt.
         admission: everything that it is checked against.
     """
-    work = 0
-    vectors = admission.store.view()
-    for steering in steerings_of(request):
-        work += estimate_steering(steering, length, admission.sites, vectors)
-    if request.captures:
-        work += estimate_captures(request.captures, length, admission.sites)
-    if request.probes:
-        work += estimate_probes(request.probes, length, admission.sites)
-    work += sum(rule.ByteSize() for rule in request.rules)
-    return work
+    sites = admission.sites
+    work = estimate_parts(request, length, sites, admission.store.view())
+    return work + estimate_captures(request.captures, length, sites)
 
 
 def _resolve_captures(

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from rheostat_engine import ModelSites, Plan, Site
@@ -32,7 +32,7 @@ from rheostat_server.selectors.selection import (
     resolve_selector,
     typical_context,
 )
-from rheostat_server.steering.estimates import PromptWork, estimate_probes, estimate_steering
+from rheostat_server.steering.estimates import PromptWork, estimate_parts
 from rheostat_server.steering.gates import gate_probe_names, refuse_unused_probes, resolve_gate
 from rheostat_server.steering.interventions import (
     INTERVENTION_PATH,
@@ -147,7 +147,8 @@ class GlobalSteering:
                     receipt_pb2.ORIGIN_GLOBAL, index, op, selection, gate, gate_probes=names
                 )
             )
-        rules = self._rules(probes, server_wide)
+        resolved = resolve_rules(self.policy.rules, probes, server_wide)
+        rules = tuple([rule._replace(policy=self.version) for rule in resolved])
         for number, (rule, ops) in enumerate(zip(rules, self.rule_ops, strict=True)):
             interventions += self._rule_steering(number, rule, ops, probes, server_wide)
         return ServerWide(tuple(interventions), tuple(probes.values()), rules)
@@ -179,10 +180,6 @@ class GlobalSteering:
             ) from error
         return own
 
-    def _rules(self, probes: Mapping[str, Probe], context: SelectionContext) -> tuple[Rule, ...]:
-        rules = resolve_rules(self.policy.rules, probes, context)
-        return tuple([rule._replace(policy=self.version) for rule in rules])
-
     def _rule_steering(
         self,
         number: int,
@@ -209,14 +206,6 @@ class ServerWide(NamedTuple):
     interventions: tuple[Intervention, ...]
     probes: tuple[Probe, ...]
     rules: tuple[Rule, ...]
-
-
-class _Checked(NamedTuple):
-    """The parts of a policy that no request changes."""
-
-    ops: tuple[ResolvedOp, ...]
-    rule_ops: tuple[tuple[ResolvedOp, ...], ...]
-    probes: tuple[Probe, ...]
 
 
 def _selection(
@@ -318,10 +307,9 @@ class GlobalSteeringState:
     async def _replace(self, policy: steering_service_pb2.Policy, version: int) -> GlobalSteering:
         """Puts a policy in force. Raises as `set`, without VersionConflict."""
         before = self.current
-        checked, work = await self._check(policy)
+        checked = await self._check(policy)
         written = _spelled_out(policy, checked)
-        sites = self._sites if checked.probes else None
-        after = GlobalSteering(version, written, *checked, sites, time.time(), work)
+        after = replace(checked, version=version, policy=written, set_time=time.time())
         store = self._loader.store
         store.retain(after.vectors)
         unused = after.vectors
@@ -334,26 +322,14 @@ class GlobalSteeringState:
         _LOG.info(
             "server-wide steering: version %d, %d interventions, %d probes, %d rules",
             version,
-            len(checked.ops),
-            len(checked.probes),
-            len(checked.rule_ops),
+            len(after.ops),
+            len(after.probes),
+            len(after.rule_ops),
         )
         return after
 
-    def _work(self, policy: steering_service_pb2.Policy) -> PromptWork:
-        """Bytes that `offload` counts for resolving and compiling a policy."""
-        vectors = self._loader.store.view()
-
-        def estimate(prompt_len: int) -> int:
-            work = sum(rule.ByteSize() for rule in policy.rules)
-            for steering in (policy.steering, *(rule.steer for rule in policy.rules)):
-                work += estimate_steering(steering, prompt_len, self._sites, vectors)
-            return work + estimate_probes(policy.probes, prompt_len, self._sites)
-
-        return PromptWork.of(estimate)
-
-    async def _check(self, policy: steering_service_pb2.Policy) -> tuple[_Checked, PromptWork]:
-        """The parts of a policy, after all checks in the context of a typical request."""
+    async def _check(self, policy: steering_service_pb2.Policy) -> GlobalSteering:
+        """A policy that is not in force, after all checks in the context of a typical request."""
         check_rule_count(policy.rules)
         if (policy.probes or policy.rules) and self._info.no_gates:
             field = "probes" if policy.probes else "rules"
@@ -362,7 +338,7 @@ class GlobalSteeringState:
         _refuse_signals(policy)
         _check_gains(policy)
         context, vectors = typical_context(self._info), self._loader.store.view()
-        work = self._work(policy)
+        work = PromptWork.of(lambda length: estimate_parts(policy, length, self._sites, vectors))
         size = work.at(context.prompt_len)
         checked, plan = await with_directions(
             self._loader.store.directions,
@@ -370,14 +346,14 @@ class GlobalSteeringState:
             lambda: offload_plan(size, self._compile, policy, context, vectors),
         )
         self._fits([Reservation(plan)], context.prompt_len)
-        return checked, work
+        return replace(checked, work=work)
 
     def _compile(
         self,
         policy: steering_service_pb2.Policy,
         context: SelectionContext,
         vectors: VectorView,
-    ) -> tuple[_Checked, Plan]:
+    ) -> tuple[GlobalSteering, Plan]:
         probes = resolve_probes(policy.probes, self._sites, context, vectors)
         interventions = resolve_steering(
             policy.steering,
@@ -398,13 +374,14 @@ class GlobalSteeringState:
         refuse_unused_probes(probes, gates)
         every = (*interventions, *steered)
         check_sums(every, FloatType(self._sites.dtype))
-        checked = _Checked(
-            tuple(intervention.op for intervention in interventions),
-            tuple(
+        checked = GlobalSteering(
+            ops=tuple(intervention.op for intervention in interventions),
+            rule_ops=tuple(
                 tuple(intervention.op for intervention in steered if intervention.rule == rule.name)
                 for rule in rules
             ),
-            tuple(probes.values()),
+            probes=tuple(probes.values()),
+            sites=self._sites if probes else None,
         )
         plan = compile_plan("server-wide", every, (), checked.probes, rules).plan
         return checked, plan
@@ -435,7 +412,7 @@ def _check_gains(policy: steering_service_pb2.Policy) -> None:
 
 
 def _spelled_out(
-    policy: steering_service_pb2.Policy, checked: _Checked
+    policy: steering_service_pb2.Policy, checked: GlobalSteering
 ) -> steering_service_pb2.Policy:
     """The policy with digests in place of names, and with an end for every range of layers."""
     written = steering_service_pb2.Policy()

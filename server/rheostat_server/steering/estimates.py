@@ -14,8 +14,10 @@ from rheostat_server.vectors.store import VectorView
 from rheostat_wire.v1 import (
     capture_pb2,
     gate_pb2,
+    generation_service_pb2,
     selector_pb2,
     steering_pb2,
+    steering_service_pb2,
     types_pb2,
     vector_pb2,
 )
@@ -58,6 +60,19 @@ class PromptWork(NamedTuple):
     def at(self, prompt_len: int) -> int:
         """Bytes for a prompt of this length."""
         return self.fixed + (prompt_len + 1) // 2 * self.per_pair
+
+
+def estimate_parts(
+    message: generation_service_pb2.GenerateRequest | steering_service_pb2.Policy,
+    prompt_len: int,
+    model: ModelSites,
+    vectors: VectorView,
+) -> int:
+    """Bytes that `offload` counts for the steering, probes and rules of a request or a policy."""
+    work = sum(rule.ByteSize() for rule in message.rules)
+    for steering in (message.steering, *(rule.steer for rule in message.rules)):
+        work += estimate_steering(steering, prompt_len, model, vectors)
+    return work + estimate_probes(message.probes, prompt_len, model)
 
 
 def estimate_steering(
