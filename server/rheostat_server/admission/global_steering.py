@@ -25,13 +25,7 @@ from rheostat_server.errors import (
     RheostatError,
     VersionConflict,
 )
-from rheostat_server.selectors.selection import (
-    EVERYTHING,
-    Selection,
-    SelectionContext,
-    resolve_selector,
-    typical_context,
-)
+from rheostat_server.selectors.selection import SelectionContext, resolve_where, typical_context
 from rheostat_server.steering.estimates import PromptWork, estimate_parts
 from rheostat_server.steering.gates import gate_probe_names, refuse_unused_probes, resolve_gate
 from rheostat_server.steering.interventions import (
@@ -54,11 +48,9 @@ from rheostat_server.steering.rules import (
 )
 from rheostat_server.tasks.offload import offload_plan
 from rheostat_server.tensors import FloatType
-from rheostat_server.validation import field_path
 from rheostat_server.vectors.store import Vector, VectorView
 from rheostat_server.vectors.token_directions import with_directions
 from rheostat_wire.v1 import (
-    gate_pb2,
     receipt_pb2,
     steering_pb2,
     steering_service_pb2,
@@ -129,7 +121,7 @@ class GlobalSteering:
         server_wide = context.lenient_copy
         probes = {}
         for message, probe in zip(self.policy.probes, self.probes, strict=True):
-            selection = _selection(message, server_wide, probe.path)
+            selection = resolve_where(message, server_wide, probe.path)
             column = probe.reading.column
             probes[probe.name] = probe.in_request(selection, context.prompt_len, column)
         interventions = []
@@ -140,7 +132,7 @@ class GlobalSteering:
             gate = None
             if intervention.HasField("gate") and self.sites is not None:
                 gate = resolve_gate(intervention, op.sites, probes, self.sites, server_wide, path)
-            selection = _selection(intervention, server_wide, path)
+            selection = resolve_where(intervention, server_wide, path)
             names = gate_probe_names(intervention.gate)
             interventions.append(
                 Intervention(
@@ -192,7 +184,7 @@ class GlobalSteering:
         message, path = self.policy.rules[number], f"rules[{number}]"
         assert self.sites is not None  # because rules have probes
         selections = [
-            _selection(intervention, context, f"{path}.steer.interventions[{index}]")
+            resolve_where(intervention, context, f"{path}.steer.interventions[{index}]")
             for index, intervention in enumerate(message.steer.interventions)
         ]
         steered = list(zip(ops, selections, strict=True))
@@ -206,14 +198,6 @@ class ServerWide(NamedTuple):
     interventions: tuple[Intervention, ...]
     probes: tuple[Probe, ...]
     rules: tuple[Rule, ...]
-
-
-def _selection(
-    part: steering_pb2.Intervention | gate_pb2.Probe, context: SelectionContext, path: str
-) -> Selection:
-    if not part.HasField("where"):
-        return EVERYTHING
-    return resolve_selector(part.where, context, field_path(path, "where"))
 
 
 def name_policy_field(error: RheostatError) -> None:

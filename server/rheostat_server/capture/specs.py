@@ -19,12 +19,7 @@ from rheostat_server.errors import InvalidValue, MissingField, NotSupported
 from rheostat_server.limits import CAPTURES
 from rheostat_server.runs.store import RunStore
 from rheostat_server.runs.targets import RunTarget, run_target
-from rheostat_server.selectors.selection import (
-    EVERYTHING,
-    Selection,
-    SelectionContext,
-    resolve_selector,
-)
+from rheostat_server.selectors.selection import Selection, SelectionContext, resolve_where
 from rheostat_server.selectors.sites import of_routers, resolve_sites, width_of, write_site
 from rheostat_server.selectors.spans import clipped, length
 from rheostat_server.sinks import Sinks, encoding_of, group_targets
@@ -304,10 +299,7 @@ def resolve_capture(
     key = _template_key(spec)
     known, template = _TEMPLATES.get(key, (None, None))
     if known is model and template is not None:
-        selection = EVERYTHING
-        if spec.HasField("where"):
-            selection = resolve_selector(spec.where, context, field_path(path, "where"))
-        return template.with_selection(selection, target)
+        return template.with_selection(resolve_where(spec, context, path), target)
     resolved = _resolve_capture(spec, model, context, vectors, path, target)
     if resolved.projection is None and len(resolved.sites) <= _TEMPLATE_SITES:
         if len(_TEMPLATES) >= _TEMPLATE_COUNT:
@@ -357,9 +349,7 @@ def _resolve_capture(
         projection = resolve_projection(spec.projection, layers, vectors, model, field)
     form = _form(spec, width if projection is None else projection.numbers, path)
     _check_enum_options(spec, path)
-    selection = EVERYTHING
-    if spec.HasField("where"):
-        selection = resolve_selector(spec.where, context, field_path(path, "where"))
+    selection = resolve_where(spec, context, path)
     kind = FloatType(model.dtype) if projection is None else FloatType.FLOAT32
     if spec.HasField("dtype"):
         kind = float_type(spec.dtype, field_path(path, "dtype"))

@@ -27,7 +27,7 @@ from rheostat_server.prompts.prompts import PromptTokens
 from rheostat_server.selectors.prompt_index import PromptIndex, SearchTooLong
 from rheostat_server.selectors.spans import Edges, clipped, edges, joined, subtracted, united
 from rheostat_server.validation import counted, field_path
-from rheostat_wire.v1 import selector_pb2, types_pb2
+from rheostat_wire.v1 import capture_pb2, gate_pb2, selector_pb2, steering_pb2, types_pb2
 
 _SHOWN_TEXT = 40
 """Characters of a span's text that an error shows."""
@@ -145,6 +145,21 @@ def typical_context(info: ModelInfo) -> SelectionContext:
     return SelectionContext(
         prompt, max(1, info.model_tokens - length), info.vocabulary, lenient=True
     )
+
+
+def resolve_where(
+    part: steering_pb2.Intervention | gate_pb2.Probe | capture_pb2.CaptureSpec,
+    context: SelectionContext,
+    path: str,
+) -> Selection:
+    """Resolves the selector of a part of a request. Without one, it selects every token.
+
+    Raises:
+        RheostatError: as `resolve_selector`.
+    """
+    if not part.HasField("where"):
+        return EVERYTHING
+    return resolve_selector(part.where, context, field_path(path, "where"))
 
 
 def resolve_selector(

@@ -12,12 +12,7 @@ from rheostat_server import validation
 from rheostat_server.errors import InvalidValue, MissingField, NonFinite, NotSupported
 from rheostat_server.limits import INTERVENTIONS
 from rheostat_server.runs.store import RunStore
-from rheostat_server.selectors.selection import (
-    EVERYTHING,
-    Selection,
-    SelectionContext,
-    resolve_selector,
-)
+from rheostat_server.selectors.selection import Selection, SelectionContext, resolve_where
 from rheostat_server.selectors.sites import (
     refuse_double_names,
     refuse_what_is_no_stream,
@@ -323,9 +318,7 @@ def _resolve(
     sites = resolve_sites(intervention.sites, model, field_path(path, "sites"))
     refuse_what_is_no_stream(sites, field_path(path, "sites"))
     refuse_double_names(sites, field_path(path, "sites"))
-    selection = EVERYTHING
-    if intervention.HasField("where"):
-        selection = resolve_selector(intervention.where, context, field_path(path, "where"))
+    selection = resolve_where(intervention, context, path)
     op = resolve_op(intervention, OpContext(sites, selection, context, model, vectors, runs), path)
     paths = [field_path(op.path, where) for where, _ in vector_refs(intervention)]
     check_directions(op, paths)

@@ -16,12 +16,7 @@ from rheostat_engine import (
 from rheostat_engine.cached_property import cached_property
 from rheostat_server import validation
 from rheostat_server.errors import InvalidValue, MissingField, ZeroVector
-from rheostat_server.selectors.selection import (
-    EVERYTHING,
-    Selection,
-    SelectionContext,
-    resolve_selector,
-)
+from rheostat_server.selectors.selection import Selection, SelectionContext, resolve_where
 from rheostat_server.selectors.sites import (
     refuse_double_names,
     refuse_what_is_no_stream,
@@ -173,9 +168,7 @@ def _resolve_probe(
             )
         if readout.normalise is Normalise.NONE:
             check_norm(vector.vector, row, field_path(read, "vector"))
-    selection = EVERYTHING
-    if message.HasField("where"):
-        selection = resolve_selector(message.where, context, field_path(path, "where"))
+    selection = resolve_where(message, context, path)
     mean_at = NEVER
     if message.HasField("rows"):
         validation.known_enum(message.rows, _ROWS, field_path(path, "rows"))
