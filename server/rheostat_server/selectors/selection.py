@@ -278,31 +278,23 @@ def _window(window: selector_pb2.Window, context: SelectionContext, path: str) -
     length = context.prompt_len
     start = window.start if window.HasField("start") else 0
     end = window.end if window.HasField("end") else length
-    problem = _window_problem(start, end, context)
-    if problem is None:
-        return start + length if start < 0 else start, end + length if end < 0 else end
-    if context.lenient:
-        return _NOTHING
-    name, text = problem
-    raise InvalidPosition(text, field=field_path(path, name) if name else path)
-
-
-_NOTHING = (0, 0)
-
-
-def _window_problem(start: int, end: int, context: SelectionContext) -> tuple[str, str] | None:
-    """The field and the reason if a window has no row of the prompt; None if it has rows."""
-    length = context.prompt_len
-    for name, value in (("start", start), ("end", end)):
-        if value < -length:
-            return name, f"{value} is before a prompt of {counted(length, 'token')}"
     first = start + length if start < 0 else start
     past = end + length if end < 0 else end
+    if 0 <= first < past and first < context.row_end:
+        return first, past
+    if context.lenient:
+        return 0, 0
+    if first < 0 or past < 0:
+        name, value = ("start", start) if first < 0 else ("end", end)
+        raise InvalidPosition(
+            f"{value} is before a prompt of {counted(length, 'token')}",
+            field=field_path(path, name),
+        )
     if first >= past:
-        return "", f"positions {first} to {past} hold none; the prompt has {length} tokens"
-    if first >= context.row_end:
-        return "", _never_an_input(first, context)
-    return None
+        raise InvalidPosition(
+            f"positions {first} to {past} hold none; the prompt has {length} tokens", field=path
+        )
+    raise InvalidPosition(_never_an_input(first, context), field=path)
 
 
 def _generated(
