@@ -85,12 +85,8 @@ class _Side:
             for token_range in ranges
             if token_range.WhichOneof("kind") != "token_ids"
         ]
-        starts, starts_from_end, ends, ends_from_end, of_prompt = (
-            zip(*self._windows, strict=True) if self._windows else ((),) * 5
-        )
-        self._starts = np.array(starts, np.int64), np.array(starts_from_end, np.int64)
-        self._ends = np.array(ends, np.int64), np.array(ends_from_end, np.int64)
-        self._of_prompt = np.array(of_prompt, np.bool_)
+        self._columns = np.array(self._windows, np.int64).reshape(-1, 5).T.copy()
+        """[5, windows]: the fields of the windows."""
         self.ids = frozenset(_ids(ranges))
         self._ids = np.fromiter(self.ids, np.int64, len(self.ids))
 
@@ -126,12 +122,11 @@ class _Side:
 
     def _resolve_all(self, context: SelectionContext) -> list[tuple[int, int]]:
         length = context.prompt_len
-        starts, ends = (
-            np.minimum(values + from_end * length, OPEN_END)
-            for values, from_end in (self._starts, self._ends)
-        )
+        starts, starts_from_end, ends, ends_from_end, of_prompt = self._columns
+        starts = np.minimum(starts + starts_from_end * length, OPEN_END)
+        ends = np.minimum(ends + ends_from_end * length, OPEN_END)
         missing = (starts < 0) | (ends < 0) | (starts >= ends) | (starts >= context.row_end)
-        kept = ~(missing & self._of_prompt)
+        kept = ~(missing & (of_prompt > 0))
         return list(zip(starts[kept].tolist(), ends[kept].tolist(), strict=True))
 
 
