@@ -258,7 +258,9 @@ class ResponseQueue(Holder):
         waits for the ends of others.
         """
         if delta.ending is not None:
-            self._end_stream(sequence)
+            if sequence in self._streams:
+                self._streams.remove(sequence)
+                self._pace.add(-1)
         elif sequence not in self._streams:
             self._streams.add(sequence)
             self._pace.add(1)
@@ -334,12 +336,6 @@ class ResponseQueue(Holder):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-    def _end_stream(self, sequence: EngineSequence) -> None:
-        """Counts a sample no longer, because it has its last token."""
-        if sequence in self._streams:
-            self._streams.remove(sequence)
-            self._pace.add(-1)
 
     def _is_due(self, delta: Delta) -> bool:
         """Whether a waiting reader gets a delta at once."""
