@@ -154,17 +154,13 @@ class ActiveRequest:
         let_tokens_wait(self.sequences, self.queue, self.pace)
         self.watched: tuple[WatchedPart, ...] = ()
         """The watches that read it, until it ends."""
-        self._closed = False
+        self.closed = False
+        """Whether the sequences were stopped, so that nothing more is put into the queue."""
         self._backend: Backend | None = None
         self._starting: set[asyncio.Task[None]] = set()
         """Tasks that add samples to the engine."""
         self._aborting: set[asyncio.Task[None]] = set()
         """Tasks that abort samples in the engine."""
-
-    @property
-    def closed(self) -> bool:
-        """Whether the sequences were stopped, so that nothing more is put into the queue."""
-        return self._closed
 
     @property
     def unanswered(self) -> bool:
@@ -185,8 +181,8 @@ class ActiveRequest:
     @property
     def released(self) -> bool:
         """Whether the engine has released all sequences, and no more will start."""
-        return (self._closed or self.admitted.baseline is None) and all(
-            (self._closed or sequence.ended) and sequence.released.is_set()
+        return (self.closed or self.admitted.baseline is None) and all(
+            (self.closed or sequence.ended) and sequence.released.is_set()
             for sequence in self.sequences
         )
 
@@ -230,7 +226,7 @@ class ActiveRequest:
 
     def _may_start(self, sequences: Sequence[EngineSequence], epoch: int) -> bool:
         """Marks sequences as started, unless the request was closed."""
-        if self._closed:
+        if self.closed:
             for sequence in sequences:
                 sequence.released.set()
             return False
@@ -344,11 +340,11 @@ class ActiveRequest:
             return
         if values is None:
             signals.lose(sequence.sample, first, count)
-            if signals.plan.stops and not self._closed:
+            if signals.plan.stops and not self.closed:
                 self.fail(RowsLost.no_signals(count))
             return
         fired = signals.add(sequence.sample, first, values, readings, opened)
-        if hold is None or self._closed:
+        if hold is None or self.closed:
             return
         if fired is not None:
             self._stop_at(sequence, hold, fired)
@@ -427,11 +423,11 @@ class ActiveRequest:
 
     def close(self) -> None:
         """Stops the samples. Nothing more is put into the queue."""
-        if not self._closed:
+        if not self.closed:
             # A sample may have ended here while the engine still runs it.
             running = [one for one in self.sequences if not (self.completed and one.engine_ended)]
             self._abort([one for one in running if not (one.ended and one.released.is_set())])
-        self._closed = True
+        self.closed = True
         self.holds.close()
         if self.control is not None:
             self.control.cancel()
@@ -462,7 +458,7 @@ class ActiveRequest:
         return [sequence.finish_reason(failed=self.failed) for sequence in self.own_samples]
 
     def _put(self, entry: Entry) -> None:
-        if not self._closed:
+        if not self.closed:
             self.queue.put(entry)
 
     async def _add_in_turns(
@@ -478,7 +474,7 @@ class ActiveRequest:
         """Adds samples to the engine: together if they have windows, else one by one."""
         for group in [sequences] if self.admitted.windows else [[one] for one in sequences]:
             await self.holds.none()
-            adding = [] if self._closed else [one for one in group if not one.ended]
+            adding = [] if self.closed else [one for one in group if not one.ended]
             starts = [
                 Start(one.job, partial(self._receive, one), partial(self._fail_sample, one))
                 for one in adding
@@ -488,7 +484,7 @@ class ActiveRequest:
             except Exception as error:  # any error must fail the request, also in a task
                 self._fail_sample(adding[0], error)
             else:
-                if adding and (self._closed or self.aborted):
+                if adding and (self.closed or self.aborted):
                     self._abort(adding)  # the engine may have got the first abort too early
                 for sequence in adding:
                     self.holds.hold_late(sequence)
@@ -535,7 +531,7 @@ class ActiveRequest:
             # Also after a failure, because the feeds expect a row for each known token.
             sequence.tokens += delta.token_ids
             self.outputs.extend(sequence.key, delta.token_ids)
-        if self._closed:
+        if self.closed:
             return
         if delta.ending is not None:
             sequence.ended = True
@@ -554,7 +550,7 @@ class ActiveRequest:
 
     def _check_hold(self, hold: TokenHold) -> None:
         """Fails the request if tokens would wait for ever, or take too much memory."""
-        if hold.stuck and not self._closed:
+        if hold.stuck and not self.closed:
             self.fail(Defect("the engine did not report what the request's probes have read"))
         self.share.check()
 
@@ -590,7 +586,7 @@ class ActiveRequest:
 
     def _fail_sample(self, sequence: EngineSequence, error: Exception) -> None:
         """Fails the request because the engine cannot run a sample."""
-        if self._closed or sequence.ended:
+        if self.closed or sequence.ended:
             return
         if isinstance(error, RheostatError):
             self.fail(error)
