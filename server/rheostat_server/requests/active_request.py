@@ -34,7 +34,7 @@ from rheostat_server.engine.preparations import Preparation
 from rheostat_server.errors import Defect, RheostatError, RowsLost
 from rheostat_server.monitors.parts import WatchedPart
 from rheostat_server.requests.policy_audit import PolicyAudit
-from rheostat_server.requests.request_holds import RequestHolds, hold_tokens, let_tokens_wait
+from rheostat_server.requests.request_holds import RequestHolds
 from rheostat_server.requests.request_outputs import RequestOutputs
 from rheostat_server.requests.response_queue import (
     Entry,
@@ -133,9 +133,12 @@ class ActiveRequest:
         self._number = next(_NUMBERS)
         self.pace = None if admitted.in_session else pace
         """Limits how often its tokens are sent. None in a session, whose client reacts to them."""
-        self.sequences = make_sequences(admitted, self.plan_id, self.pace)
+        self.sequences = make_sequences(
+            admitted, self.plan_id, self.pace, self.queue.byte_counter.add_tokens
+        )
         self.own_samples = [own for own in self.sequences if own.kind is SequenceKind.OWN]
         """The request's own samples, without baselines."""
+        self.queue.paced = self.pace is not None and self.own_samples[0].token_hold is not None
         self.signals: RequestSignals | None = None
         """What its probes read. None if it has no signals, or if only watches use its signals."""
         if admitted.signals is not None and not admitted.signals.for_watches:
@@ -149,9 +152,6 @@ class ActiveRequest:
             )
         self.holds = RequestHolds(self.sequences, held_samples, self.fail, self._accept)
         """The watches that hold it."""
-        stops = self.signals is not None and self.signals.plan.stops
-        hold_tokens(self.own_samples, admitted, stops, self.queue.byte_counter.add_tokens)
-        let_tokens_wait(self.sequences, self.queue, self.pace)
         self.watched: tuple[WatchedPart, ...] = ()
         """The watches that read it, until it ends."""
         self.closed = False

@@ -7,58 +7,12 @@ begins. No token is released, not even those that the engine was computing when 
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from rheostat_server.admission.admitted_request import AdmittedRequest
 from rheostat_server.engine.backend import Delta
 from rheostat_server.engine.held_samples import Fail, HeldSamples
-from rheostat_server.engine.pace import Pace
-from rheostat_server.requests.response_queue import ResponseQueue
 from rheostat_server.requests.sequence import EngineSequence
-from rheostat_server.requests.token_hold import TokenHold
 from rheostat_wire.v1 import receipt_pb2
-
-
-def hold_tokens(
-    samples: Sequence[EngineSequence],
-    admitted: AdmittedRequest,
-    stops: bool,
-    count: Callable[[int], None],
-) -> None:
-    """Makes the samples hold tokens, if rules, watches or the client of their request need it.
-
-    Args:
-        samples: the request's own samples.
-        admitted: the request.
-        stops: whether a rule may stop a sample.
-        count: is called with the number of bytes that wait in addition; negative if fewer wait.
-    """
-    held = any(part.watch.holds_if_lost for part in admitted.watch_parts)
-    if not stops and not held and not admitted.hold_back:
-        return
-    for sequence in samples:
-        sequence.token_hold = TokenHold(
-            admitted.prompt_len, watched=stops, hold_back=admitted.hold_back, count=count
-        )
-
-
-def let_tokens_wait(
-    sequences: Sequence[EngineSequence], queue: ResponseQueue, pace: Pace | None
-) -> None:
-    """Lets held tokens of a request wait for later ones only after they are released.
-
-    The server must know tokens that are held at once.
-
-    Args:
-        sequences: all sequences of the request, after `hold_tokens`. Their jobs have the pace.
-        queue: the queue of the request.
-        pace: says how long tokens wait. None: they don't.
-    """
-    if pace is None or all(sequence.token_hold is None for sequence in sequences):
-        return
-    queue.paced = True
-    for sequence in sequences:
-        sequence.job = replace(sequence.job, pace=None)
 
 
 @dataclass

@@ -309,24 +309,34 @@ async def _unreleased_after(
 def make_sequences(
     admitted: AdmittedRequest,
     plan_id: Callable[[int, SequenceKind], str],
-    pace: Pace | None = None,
+    pace: Pace | None,
+    count: Callable[[int], None],
 ) -> list[EngineSequence]:
     """The samples of a request, then those of its baseline.
+
+    The samples hold tokens if rules, watches or the client of the request need it. The server must
+    know these tokens at once. So they wait for later ones in the response queue, once they are
+    released, and not in the engine's client.
 
     Args:
         admitted: the request.
         plan_id: the id of a sample's plan.
         pace: lets their tokens wait for later ones. None: they don't.
+        count: is called with the number of bytes of tokens that are held in addition; negative if
+            fewer are held.
     """
     baseline = admitted.baseline
+    stops = admitted.signals is not None and admitted.signals.stops
+    watched = any(part.watch.holds_if_lost for part in admitted.watch_parts)
+    holds = stops or watched or admitted.hold_back > 0
     kinds = [(SequenceKind.OWN, admitted.plan, admitted.sampling)]
     if baseline is not None:
-        watched = watched_sampling(admitted.sampling, baseline)
+        compared = watched_sampling(admitted.sampling, baseline)
         kinds = [
-            (SequenceKind.OWN, admitted.plan, watched),
+            (SequenceKind.OWN, admitted.plan, compared),
             (SequenceKind.BASELINE, baseline.plan, admitted.sampling),
         ]
-    return [
+    sequences = [
         EngineSequence(
             Job(
                 plan.for_request(
@@ -339,7 +349,7 @@ def make_sequences(
                 sample,
                 admitted.lora,
                 admitted.background,
-                pace,
+                None if holds else pace,
             ),
             kind,
             sample,
@@ -347,6 +357,12 @@ def make_sequences(
         for kind, plan, sampling in kinds
         for sample in range(sampling.samples)
     ]
+    for sequence in sequences if holds else ():
+        if sequence.kind is SequenceKind.OWN:
+            sequence.token_hold = TokenHold(
+                admitted.prompt_len, watched=stops, hold_back=admitted.hold_back, count=count
+            )
+    return sequences
 
 
 def reservations(sequences: Sequence[EngineSequence], scoring_id: str) -> list[Reservation]:
