@@ -360,7 +360,7 @@ class SteeringControl:
         Returns:
             The samples that have not ended, and the first position on which the acts apply.
         """
-        firsts: dict[EngineSequence, int] = {}
+        taken: list[tuple[EngineSequence, int]] = []
         waiting = self._active.own_samples
         while waiting:
             # vLLM schedules the samples of a request in order, so the first is installed first.
@@ -372,16 +372,10 @@ class SteeringControl:
             positions = await self._engine.steering_updates.apply(
                 plan, [sequence.plan_id for sequence in running], self._admitted.prompt_len
             )
-            firsts |= {
-                sequence: first
-                for sequence, first in zip(running, positions, strict=True)
-                if first is not None
-            }
-        return [
-            (sequence, firsts[sequence])
-            for sequence in self._active.own_samples
-            if sequence in firsts
-        ]
+            for sequence, first in zip(running, positions, strict=True):
+                if first is not None:
+                    taken.append((sequence, first))
+        return sorted(taken, key=lambda one: one[0].sample)
 
 
 def _answer_gain(change: Change, firsts: Positions) -> None:
