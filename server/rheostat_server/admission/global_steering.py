@@ -101,11 +101,6 @@ class GlobalSteering:
         return not (self.ops or self.rule_ops or self.probes)
 
     @property
-    def steering(self) -> steering_pb2.Steering:
-        """Its steering."""
-        return self.policy.steering
-
-    @property
     def steerings(self) -> tuple[steering_pb2.Steering, ...]:
         """Its steering, and what its rules steer, where there is any."""
         every = (self.policy.steering, *(rule.steer for rule in self.policy.rules))
@@ -126,7 +121,7 @@ class GlobalSteering:
             probes[probe.name] = probe.in_request(selection, context.prompt_len, column)
         interventions = []
         for index, (intervention, op) in enumerate(
-            zip(self.steering.interventions, self.ops, strict=True)
+            zip(self.policy.steering.interventions, self.ops, strict=True)
         ):
             path = f"{INTERVENTION_PATH}[{index}]"
             gate = None
