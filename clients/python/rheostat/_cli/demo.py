@@ -22,7 +22,6 @@ from rheostat._cli._common import (
 from rheostat._cli._progress import Phase
 from rheostat._client.engine import connect
 
-_AT_ONCE = 16
 _LEAST_WIDTH, _MOST_WIDTH = 72, 132
 
 
@@ -70,16 +69,15 @@ def _check_picture(path: Path) -> None:
 
 
 async def _show(target: str, out: Path) -> None:
-    limit = asyncio.Semaphore(_AT_ONCE)
     async with aio.connect(target) as engine:
         model = await engine.model()
         print(f"\n{model}\n")
 
         with Phase("1. tone: making a vector and continuing three prompts with it"):
-            tone = await _tone.make_tone(engine, model.layer_count, limit)
+            tone = await _tone.make_tone(engine, model.layer_count)
         print(
-            f"\n{tone.vector.name} = mean(joyful) - mean(gloomy) of resid_post[{tone.layer}], "
-            f"norm {tone.norm:.3g}, beside a stream of norm {tone.stream_norm:.3g}\n"
+            f"\n{_tone.NAME} = mean(joyful) - mean(gloomy) of {tone.row.site}, "
+            f"norm {tone.row.norm:.3g}, beside a stream of norm {tone.row.stream_norm:.3g}\n"
         )
         print(_columns(tone))
         print(f"\nWhat was done to the last one:\n{tone.strongest.receipt}\n")

@@ -140,6 +140,30 @@ class Toy:
         yield response(finished={"reason": "FINISH_REASON_LENGTH"})
         yield response(receipt={"request_id": "r", "generated_token_count": 1})
 
+    def on_derive(self, request, _context):
+        """The difference of means of the last tokens' rows at one layer of resid_post."""
+        assert list(request.sites.points) == [types_pb2.POINT_RESID_POST]
+        (layer,) = request.sites.list.layers
+        plain = generation_service_pb2.GenerateRequest()
+
+        def last_row(prompt) -> np.ndarray:
+            stream = self.stream(self.tokenize(prompt.text), plain)
+            return stream[types_pb2.POINT_RESID_POST, layer][-1]
+
+        positive = np.stack([last_row(prompt) for prompt in request.positive])
+        negative = np.stack([last_row(prompt) for prompt in request.negative])
+        difference = positive.mean(axis=0) - negative.mean(axis=0)
+        digest = b"\xab" * 32
+        self.vectors[digest] = difference
+        answer = steering_service_pb2.DeriveVectorsResponse()
+        derived = answer.derived.vectors.add(
+            point="POINT_RESID_POST", digest=digest, name=request.name
+        )
+        norm = float(np.linalg.norm(difference))
+        stream_norm = float(np.linalg.norm([*positive, *negative], axis=1).mean())
+        derived.rows.add(layer=layer, norm=norm, stream_norm=stream_norm)
+        yield answer
+
     def on_sweep(self, request, _context):
         """The recovered logit difference of each cell of resid_post."""
         (pair,), (grade,) = request.pairs, request.grades
@@ -189,17 +213,10 @@ class Toy:
 @pytest.fixture
 def toy(server):
     toy = Toy()
-
-    def put(request, context):
-        headers = [one.header for one in server.asked if hasattr(one, "header")]
-        digest = next(header.digest for header in headers if header.digest)
-        toy.vectors[digest] = np.frombuffer(request.chunk, "<f4")
-        return steering_service_pb2.PutVectorResponse()
-
     server.on("Check", health_pb2.HealthCheckResponse(status=1))
     server.on("GetModel", toy.on_model)
     server.on("Tokenize", toy.on_tokenize)
-    server.on("PutVector", put)
+    server.on("DeriveVectors", toy.on_derive)
     server.on("Generate", toy.on_generate)
     server.on("Sweep", toy.on_sweep)
     return toy
@@ -243,6 +260,7 @@ def test_the_demo_turns_the_tone_and_draws_the_trace(server, toy, tmp_path, caps
     for prompt in _tone.NEUTRAL:
         words = prompt.split()
         assert [*words, "bad", *words, "so", *words, "good"] in lines
+    assert "demo/joy = mean(joyful) - mean(gloomy) of resid_post[1], norm 1." in out
     assert "resid_post[2]: float32 [9, 5]" in out
     assert "The fact that makes it Paris is carried by" in out
     assert out.endswith(f"wrote {picture}\n")
