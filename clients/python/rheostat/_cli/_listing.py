@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import TypeAlias
 
+import numpy as np
+
 from rheostat._cli._common import warn
-from rheostat._points import Site
 
 Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | None"
 """A value that JSON can represent."""
@@ -23,8 +24,16 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def print_json(value: object) -> None:
-    """Print a result as JSON: dataclasses as objects, ranges by start and stop, times in ISO."""
-    print(json.dumps(plain(value), indent=2, ensure_ascii=False))
+    """Print a result as JSON: dataclasses and named tuples as objects, arrays as lists.
+
+    Ranges have their start and stop, and times are in ISO.
+    """
+    print(json_text(value))
+
+
+def json_text(value: object) -> str:
+    """A result as an indented JSON document, as in `print_json`."""
+    return json.dumps(plain(value), indent=2, ensure_ascii=False)
 
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], what: str) -> None:
@@ -51,14 +60,16 @@ def plain(value: object) -> Plain:
             return value
         case str():
             return str(value)
-        case Site():
-            return {"point": str(value.point), "layer": value.layer}
         case range():
             return {"start": value.start, "stop": value.stop}
         case datetime.datetime():
             return value.isoformat()
         case Mapping():
             return {str(key): plain(element) for key, element in value.items()}
+        case tuple() if hasattr(value, "_asdict"):  # a named tuple
+            return plain(value._asdict())
+        case np.ndarray():
+            return plain(value.tolist())
         case list() | tuple():
             return [plain(element) for element in value]
     if is_dataclass(value) and not isinstance(value, type):

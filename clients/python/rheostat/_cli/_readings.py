@@ -98,14 +98,13 @@ def documents(event: WatchEvent, bounds: Bounds) -> list[dict[str, Plain]]:
                     "event": "readings",
                     "request_id": readings.request_id,
                     "sample": readings.sample,
-                    "positions": plain(readings.positions.tolist()),
+                    "positions": plain(readings.positions),
                     "values": {
-                        name: plain(readings.values[:, number].tolist())
+                        name: plain(readings.values[:, number])
                         for number, name in enumerate(column_names(readings.columns))
                     },
                     "firings": {
-                        str(bounds[rule]): plain(at.tolist())
-                        for rule, at in readings.firings.items()
+                        str(bounds[rule]): plain(at) for rule, at in readings.firings.items()
                     },
                 }
                 for readings in event
@@ -113,8 +112,7 @@ def documents(event: WatchEvent, bounds: Bounds) -> list[dict[str, Plain]]:
         case WatchedRequestBegun():
             return [_document("begun", event)]
         case SignalsDropped():
-            found = _document("dropped", event)
-            return [found | {"positions": plain(event.positions.tolist())}]
+            return [_document("dropped", event)]
         case WatchedRequestEnded():
             summaries: list[Plain] = [
                 {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import shutil
 import sys
@@ -28,7 +27,7 @@ from rheostat._cli._common import (
     warn,
     writing,
 )
-from rheostat._cli._listing import Plain, plain
+from rheostat._cli._listing import json_text
 from rheostat._cli._progress import Phase
 from rheostat._selectors import Selector, span, window
 from rheostat._steering.replacements import Noise, Zeros, from_run, run_mean
@@ -286,39 +285,31 @@ def _write(args: argparse.Namespace, result: SweepResult) -> None:
         with writing(args.save) as temporary:
             result.save(temporary)
     if args.json is not None:
-        text = json.dumps(_document(result), indent=2, ensure_ascii=False)
         with writing(args.json) as temporary:
-            temporary.write_text(f"{text}\n", encoding="utf-8")
+            temporary.write_text(f"{json_text(_document(result))}\n", encoding="utf-8")
     if args.png is not None:
         with writing(args.png) as temporary:
             result.heatmap(temporary)
 
 
-def _document(result: SweepResult) -> dict[str, Plain]:
-    """The result as JSON. Arrays are lists; a missing number is null."""
-    return {
-        "grades": [
-            {
-                "grade": grade,
-                "values": plain(result.values[number].tolist()),
-                "standard_errors": plain(result.standard_errors[number].tolist()),
-                "clean": plain(result.clean[number]),
-                "corrupt": plain(result.corrupt[number]),
-                "noise": plain(result.noise[number]._asdict()),
-            }
-            for number, grade in enumerate(result.grades)
-        ],
-        "sites": plain(result.sites),
-        "columns": plain(result.columns),
-        "tokens": plain(result.tokens),
-        "top_token_ids": result.top_token_ids.tolist(),
-        "below_noise": result.below_noise.tolist(),
-        "skipped": plain(result.skipped),
-        "pairs": [plain(pair._asdict()) for pair in result.pairs],
-        "run_ids": plain(result.run_ids),
-        "computed_token_count": result.computed_token_count,
-        "seconds": result.seconds,
-    }
+def _document(result: SweepResult) -> dict[str, object]:
+    """The result for JSON."""
+    names = (
+        *("sites", "columns", "tokens", "top_token_ids", "below_noise", "skipped", "pairs"),
+        *("run_ids", "computed_token_count", "seconds"),
+    )
+    grades = [
+        {
+            "grade": grade,
+            "values": result.values[number],
+            "standard_errors": result.standard_errors[number],
+            "clean": result.clean[number],
+            "corrupt": result.corrupt[number],
+            "noise": result.noise[number],
+        }
+        for number, grade in enumerate(result.grades)
+    ]
+    return {"grades": grades} | {name: getattr(result, name) for name in names}
 
 
 def _print(result: SweepResult) -> None:
