@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import reduce
 from operator import or_
 from pathlib import Path
-from typing import get_args
+from typing import cast, get_args
 
 from rheostat._cli import _grid
 from rheostat._cli._common import (
@@ -128,7 +128,7 @@ def _add_grid(parser: argparse.ArgumentParser) -> None:
     )
     grid.add_argument(
         "--zoom",
-        type=_one_or_two,
+        type=_zoom,
         metavar="LAYERS[,POSITIONS]",
         help="first run every N-th layer and position, then all cells around the largest effect",
     )
@@ -262,21 +262,10 @@ def _grade(args: argparse.Namespace) -> str:
 
 def _options(args: argparse.Namespace) -> SweepOptions:
     """The options that are given."""
-    options = SweepOptions()
-    if args.positions is not None:
-        options["where"] = args.positions
-    if args.zoom is not None:
-        rows, columns = args.zoom
-        options["zoom"] = Zoom(layer_stride=rows, column_stride=columns)
-    if args.window is not None:
-        options["window"] = args.window
-    if args.direction is not None:
-        options["direction"] = args.direction
-    if args.lora is not None:
-        options["lora"] = args.lora
-    if args.keep_runs is not None:
-        options["keep_runs"] = args.keep_runs
-    return options
+    names = ("zoom", "window", "direction", "lora", "keep_runs")
+    options = {"where": args.positions} | {name: getattr(args, name) for name in names}
+    given = {name: value for name, value in options.items() if value is not None}
+    return cast(SweepOptions, given)
 
 
 def _write(args: argparse.Namespace, result: SweepResult) -> None:
@@ -343,10 +332,10 @@ def _positions(text: str) -> Selector:
     return reduce(or_, windows)
 
 
-def _one_or_two(text: str) -> tuple[int, int]:
+def _zoom(text: str) -> Zoom:
     """Parses "4" or "4,2"."""
     first, comma, second = text.partition(",")
     numbers = (first, second if comma else first)
     if not all(number.isdecimal() and int(number) > 0 for number in numbers):
         raise argparse.ArgumentTypeError(f"{text!r} is not N or N,M, each at least 1")
-    return int(numbers[0]), int(numbers[1])
+    return Zoom(layer_stride=int(numbers[0]), column_stride=int(numbers[1]))
