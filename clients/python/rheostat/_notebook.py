@@ -1,4 +1,4 @@
-"""Results in notebooks: as HTML or pictures, updated while they grow.
+"""Results as text tables; in notebooks as HTML or pictures, updated while they grow.
 
 All texts in HTML are escaped, because they may come from a model.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
 from html import escape
 from io import BytesIO
@@ -24,6 +24,21 @@ _INTERVAL = 0.4
 """Least pause between two calls, in seconds."""
 _PAUSE = 4
 """A pause lasts at least so many times as long as the call before it."""
+
+
+def text_table(lines: Sequence[Sequence[str]], right: Container[int] = ()) -> str:
+    """Lines of cells as text, in columns of equal width.
+
+    The cells of the columns ``right``, counted from 0, end at the right of their column.
+    """
+    sizes = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(size) if column in right else cell.ljust(size)
+            for column, (cell, size) in enumerate(zip(line, sizes, strict=True))
+        ).rstrip()
+        for line in lines
+    )
 
 
 def table(head: tuple[str, str], rows: Iterable[tuple[str, str]]) -> str:

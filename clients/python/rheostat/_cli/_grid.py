@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from rheostat._notebook import text_table
 from rheostat._sweeps.result import Grid, SweepResult
 
 _SHADES = " ░▒▓█"
@@ -77,20 +78,12 @@ def table(result: SweepResult, grade: str | None = None) -> list[str]:
     blank.
     """
     values = result.array(grade)
-    heads = [_short(label) for label in result.labels]
-    cells = [
-        [_number(result, row, column, float(values[row, column])) for column in range(len(heads))]
-        for row in range(len(values))
+    head = ["", *map(_short, result.labels)]
+    rows = [
+        [name, *(_number(result, row, column, value) for column, value in enumerate(numbers))]
+        for row, (name, numbers) in enumerate(zip(result.site_labels, values.tolist(), strict=True))
     ]
-    widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
-    names = result.site_labels
-    margin = max(map(len, names), default=0)
-    lines = [
-        f"{name:>{margin}}  "
-        + "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        for name, line in zip(["", *reversed(names)], [heads, *reversed(cells)], strict=True)
-    ]
-    return [line.rstrip() for line in lines]
+    return text_table([head, *reversed(rows)], right=range(len(head))).split("\n")
 
 
 def _number(result: SweepResult, row: int, column: int, value: float) -> str:

@@ -13,6 +13,7 @@ from typing import TypeAlias
 import numpy as np
 
 from rheostat._cli._common import warn
+from rheostat._notebook import text_table
 
 Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | None"
 """A value that JSON can represent."""
@@ -38,14 +39,10 @@ def json_text(value: object) -> str:
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], what: str) -> None:
     """Print a table; without rows, print on stderr that no ``what`` are stored."""
-    if not rows:
+    if rows:
+        print(text_table([head, *rows]))
+    else:
         warn(f"no {what} are stored")
-        return
-    lines = [head, *rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-        print("  ".join(cells).rstrip())
 
 
 def plain(value: object) -> Plain:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from rheostat._errors import ServerError
 from rheostat._fields import counted
-from rheostat._notebook import passage
+from rheostat._notebook import passage, text_table
 from rheostat._points import PointLike, Site, point_of, read_site
 from rheostat._positions import read_ranges, show_sites
 from rheostat_wire.dtypes import FloatArray
@@ -107,7 +107,7 @@ class LensResult:
             ]
             for site, tokens in zip(self.sites, self.top_token_ids, strict=True)
         ]
-        return _table([head, *lines])
+        return text_table([head, *lines])
 
     def _prompt_text(self, position: int) -> str:
         if position >= len(self.prompt_token_ids):  # of a run, behind its prompt
@@ -159,7 +159,7 @@ class Attribution:
     def __str__(self) -> str:
         lines = [[str(site), f"{value:+.4f}"] for site, value in self.top()]
         others = self.logit - sum(value for _, value in self.top())
-        return _table(
+        return text_table(
             [*lines, ["everything else", f"{others:+.4f}"], ["sum", f"{self.logit:+.4f}"]]
         )
 
@@ -252,11 +252,3 @@ def _array(tensor: tensor_pb2.Tensor) -> npt.NDArray[np.generic]:
 def _short(text: str) -> str:
     shown = repr(text)[1:-1]
     return shown if len(shown) <= _SHOWN else shown[: _SHOWN - 1] + "…"
-
-
-def _table(lines: Sequence[Sequence[str]]) -> str:
-    sizes = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(size) for cell, size in zip(line, sizes, strict=True)).rstrip()
-        for line in lines
-    )

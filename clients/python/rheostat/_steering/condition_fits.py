@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from rheostat._errors import ServerError
-from rheostat._notebook import passage
+from rheostat._notebook import passage, text_table
 from rheostat._points import Site, read_point
 from rheostat._steering.gates import POOLS, Condition, Pool, Probe, ProbeRows, is_probe_name
 from rheostat._steering.read_gates import known, read_condition, read_probe, read_rows
@@ -111,12 +111,7 @@ class ConditionFits(VectorSource):
     def __str__(self) -> str:
         head = ["site", "pool", "direction", "read", "holds", "F1", "held out", "margin", ""]
         ordered = sorted(self.fits, key=_rank, reverse=True)[:_SHOWN]
-        lines = [head, *(self._line(fit) for fit in ordered)]
-        sizes = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        table = "\n".join(
-            "  ".join(cell.ljust(size) for cell, size in zip(line, sizes, strict=True)).rstrip()
-            for line in lines
-        )
+        table = text_table([head, *map(self._line, ordered)])
         more = len(self.fits) - len(ordered)
         return f"{table}\nand {more} more" if more else table
 

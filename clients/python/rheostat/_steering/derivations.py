@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from rheostat._errors import Refused, ServerError
-from rheostat._notebook import passage
+from rheostat._notebook import passage, text_table
 from rheostat._points import (
     Layers,
     PointLike,
@@ -112,14 +112,7 @@ class Derivation(VectorSource):
             ]
             for row in self.rows
         ]
-        sizes = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
-        return "\n".join(
-            "  ".join(
-                cell.ljust(size) if column_index in (0, 5) else cell.rjust(size)
-                for column_index, (cell, size) in enumerate(zip(line, sizes, strict=True))
-            ).rstrip()
-            for line in [head, *lines]
-        )
+        return text_table([head, *lines], right=range(1, 5))
 
     def _repr_html_(self) -> str:
         return passage(str(self))
