@@ -32,9 +32,11 @@ class Phase:
         self._shown: Sequence[str] = ()
         self._height = 0
         self._done = threading.Event()
-        self._painter: threading.Thread | None = None
-        self._terminal = False
         self._began = time.monotonic()
+        self.terminal = self._stream.isatty()
+        """Whether the stream is a terminal, so that lines can be replaced."""
+        repeat = self._paint if self.terminal else self._log
+        self._painter = threading.Thread(target=repeat, daemon=True)
 
     def note(self, text: str) -> None:
         """Show ``text`` after the title."""
@@ -44,18 +46,10 @@ class Phase:
         """Show lines above the title, on a terminal, until the phase ends. None may wrap."""
         self._shown = lines
 
-    @property
-    def terminal(self) -> bool:
-        """Whether the stream is a terminal, so that lines can be replaced."""
-        return self._stream.isatty()
-
     def __enter__(self) -> Self:
-        terminal = self.terminal
-        if not terminal:
+        if not self.terminal:
             print(f"{self._title} ...", file=self._stream, flush=True)
-        self._painter = threading.Thread(target=self._paint if terminal else self._log, daemon=True)
         self._painter.start()
-        self._terminal = terminal
         return self
 
     def __exit__(
@@ -65,9 +59,8 @@ class Phase:
         trace: TracebackType | None,
     ) -> None:
         self._done.set()
-        if self._painter is not None:
-            self._painter.join()
-        if self._terminal:
+        self._painter.join()
+        if self.terminal:
             state = "done" if error is None else "failed"
             self._shown = ()
             self._write(f"{self._title}: {state} after {self._seconds()} s\n")
@@ -76,13 +69,15 @@ class Phase:
         frame = 0
         while not self._done.wait(_INTERVAL):
             frame = (frame + 1) % len(_FRAMES)
-            note = f", {self._note}" if self._note else ""
-            self._write(f"{_FRAMES[frame]} {self._title}: {self._seconds()} s{note}")
+            self._write(f"{_FRAMES[frame]} {self._state()}")
 
     def _log(self) -> None:
         while not self._done.wait(_LOGGED):
-            note = f", {self._note}" if self._note else ""
-            print(f"{self._title}: {self._seconds()} s{note}", file=self._stream, flush=True)
+            print(self._state(), file=self._stream, flush=True)
+
+    def _state(self) -> str:
+        note = f", {self._note}" if self._note else ""
+        return f"{self._title}: {self._seconds()} s{note}"
 
     def _write(self, line: str) -> None:
         """Replace the lines of the last call."""
