@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Mapping
-from typing import TypedDict, get_args
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TypedDict, TypeVar, get_args
 
 from rheostat._cli._common import label
 from rheostat._selectors import PhaseName, Selector, positions
+
+_Event = TypeVar("_Event")
 
 
 class Selected(TypedDict):
@@ -58,6 +60,16 @@ def add_limit(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--limit", type=_count, metavar="N", help="end after N requests (default: never)"
     )
+
+
+def until_limit(events: Iterable[_Event], end: type, limit: int | None) -> Iterator[_Event]:
+    """The events up to the ``limit``-th of type ``end``, which ends a request; None: all."""
+    ended = 0
+    for event in events:
+        yield event
+        ended += isinstance(event, end)
+        if ended == limit:
+            return
 
 
 def _where(text: str) -> Selector | str:

@@ -22,12 +22,11 @@ from rheostat._cli._common import (
     points,
     writing,
 )
-from rheostat._cli._filters import add_filter, add_limit, add_where, selected
+from rheostat._cli._filters import add_filter, add_limit, add_where, selected, until_limit
 from rheostat._fields import counted
 from rheostat._positions import show_positions
 from rheostat._responses.results import DroppedRows
 from rheostat._subscriptions.events import CapturedRows, EndOfRequest, SubscriptionEvent
-from rheostat._subscriptions.subscription import Subscription
 
 _Columns = dict[str, list[npt.NDArray[np.generic]]]
 
@@ -93,24 +92,16 @@ def run(args: argparse.Namespace) -> int:
             )
         print(f"subscribed as {subscription.id}; waiting for requests", file=sys.stderr)
         try:
-            _show(subscription, args.limit, columns if args.out else None)
+            for event in until_limit(subscription, EndOfRequest, args.limit):
+                print(_line(event), flush=True)
+                if args.out is not None and isinstance(event, CapturedRows):
+                    _keep(event, columns)
         finally:
             if args.out is not None:
                 tables: dict[str, Any] = {name: np.concatenate(c) for name, c in columns.items()}
                 with writing(args.out) as temporary, temporary.open("wb") as file:
                     np.savez(file, **tables)
     return 0
-
-
-def _show(subscription: Subscription, limit: int | None, columns: _Columns | None) -> None:
-    ended = 0
-    for event in subscription:
-        print(_line(event), flush=True)
-        if columns is not None and isinstance(event, CapturedRows):
-            _keep(event, columns)
-        ended += isinstance(event, EndOfRequest)
-        if ended == limit:
-            return
 
 
 def _line(event: SubscriptionEvent) -> str:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import get_args
 
 from rheostat._cli._common import Subparsers, add_target, connected, layers, points
-from rheostat._cli._filters import add_filter, add_limit, add_where, selected
+from rheostat._cli._filters import add_filter, add_limit, add_where, selected, until_limit
 from rheostat._cli._progress import Phase
 from rheostat._cli._readings import Curves, documents, lines
 from rheostat._cli._stops import Bounds, probe_name, read_above, read_below
@@ -179,28 +179,22 @@ def _draw(watch: Watch, bounds: Bounds, limit: int | None) -> None:
     ended = 0
     try:
         with Phase("watching") as phase:
-            for event in watch:
+            for event in until_limit(watch, WatchedRequestEnded, limit):
                 curves.add(event)
                 size = shutil.get_terminal_size()
                 shown = curves.lines(size.columns, size.lines - 2)
                 phase.show(shown)
                 ended += isinstance(event, WatchedRequestEnded)
                 phase.note(f"{counted(ended, 'request')} ended")
-                if ended == limit:
-                    break
     finally:
         print(*shown, sep="\n")
 
 
 def _print(watch: Watch, bounds: Bounds, limit: int | None, *, as_json: bool) -> None:
-    ended = 0
-    for event in watch:
+    for event in until_limit(watch, WatchedRequestEnded, limit):
         if as_json:
             for document in documents(event, bounds):
                 print(json.dumps(document, ensure_ascii=False), flush=True)
         else:
             for line in lines(event, bounds):
                 print(line, flush=True)
-        ended += isinstance(event, WatchedRequestEnded)
-        if ended == limit:
-            return

@@ -3,13 +3,14 @@
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from rheostat._cli import main, subscribe
+from rheostat._subscriptions.events import SubscriptionEvent
 from rheostat._subscriptions.subscription import Subscription
 
 from ...server.fakes import ScriptedBackend
@@ -90,12 +91,12 @@ def test_rows_are_kept_in_a_file(running, tmp_path, capsys):
 
 
 def test_an_interruption_ends_it_at_the_server_and_keeps_what_came(running, tmp_path, monkeypatch):
-    def interrupted(subscription: Subscription, _limit: int, columns: dict) -> None:
+    def interrupted(subscription: Subscription, *_: object) -> Iterator[SubscriptionEvent]:
         running.generate("a")
-        subscribe._keep(next(subscription), columns)
+        yield next(subscription)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(subscribe, "_show", interrupted)
+    monkeypatch.setattr(subscribe, "until_limit", interrupted)
     file = tmp_path / "rows.npz"
     assert main(
         ["subscribe", "--target", running.target, *SITES, "--every", "--out", str(file)]
