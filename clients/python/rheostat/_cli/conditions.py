@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from pathlib import Path
 from typing import get_args
 
 import numpy as np
 
-from rheostat._cli._common import Subparsers, add_target, connected, layers, points
+from rheostat._cli._common import Subparsers, add_target, connected
 from rheostat._cli._progress import Phase
 from rheostat._cli._stored import digests_by_name, short_digest, stored, warn_if_moved
-from rheostat._cli.derive import read_prompts
+from rheostat._cli.derive import add_sets, read_prompts
 from rheostat._connection.channel import default_target
 from rheostat._steering.condition_fits import ConditionFits
 from rheostat._steering.gates import Pool, ProbeRows
@@ -48,12 +47,7 @@ rheostat conditions fit --positive SAD.txt --negative GLAD.txt --points resid_po
 rheostat conditions fit --positive SAD.txt --negative GLAD.txt --points resid_post --layers all \\
     --rows prompt_mean --normalise projected_cosine  # as in conditional activation steering""",
     )
-    for which in ("positive", "negative"):
-        fit.add_argument(
-            f"--{which}", type=Path, metavar="FILE", required=True, help="one prompt per line"
-        )
-    fit.add_argument("--points", type=points, required=True, help="e.g. resid_post")
-    fit.add_argument("--layers", type=layers, required=True, help='e.g. 3, 2-5, "all"')
+    add_sets(fit)
     fit.add_argument(
         "--vector",
         action="append",

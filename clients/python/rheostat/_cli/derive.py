@@ -32,12 +32,7 @@ rheostat vectors derive --positive GLAD.txt --negative SAD.txt --points resid_po
 rheostat vectors derive --positive GLAD.txt --negative SAD.txt --points resid_post --layers 3 \\
     --name joy""",
     )
-    for which in ("positive", "negative"):
-        derive.add_argument(
-            f"--{which}", type=Path, metavar="FILE", required=True, help="one prompt per line"
-        )
-    derive.add_argument("--points", type=points, required=True, help="e.g. resid_post")
-    derive.add_argument("--layers", type=layers, required=True, help='e.g. 3, 2-5, "all"')
+    add_sets(derive)
     derive.add_argument(
         "--method",
         choices=METHODS,
@@ -82,6 +77,16 @@ def run(args: argparse.Namespace) -> int:
     if rows:
         warn(f"the two sets do not differ at {show_sites(rows)}: its rows are zero")
     return 0
+
+
+def add_sets(parser: argparse.ArgumentParser) -> None:
+    """Add the files of two sets of prompts, and the sites at which they are compared."""
+    for which in ("positive", "negative"):
+        parser.add_argument(
+            f"--{which}", type=Path, metavar="FILE", required=True, help="one prompt per line"
+        )
+    parser.add_argument("--points", type=points, required=True, help="e.g. resid_post")
+    parser.add_argument("--layers", type=layers, required=True, help='e.g. 3, 2-5, "all"')
 
 
 def read_prompts(path: Path) -> list[str]:
