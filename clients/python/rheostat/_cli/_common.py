@@ -224,7 +224,12 @@ def is_finite(number: float) -> bool:
     return abs(number) <= _LARGEST_FLOAT32  # false for nan
 
 
-def label(text: str) -> tuple[str, str]:
+def add_label(parser: argparse._ActionsContainer, help: str) -> None:
+    """Add ``--label KEY=VALUE``, which may be repeated, to a command or to a group of flags."""
+    parser.add_argument("--label", action="append", type=_label, metavar="KEY=VALUE", help=help)
+
+
+def _label(text: str) -> tuple[str, str]:
     """Parses KEY=VALUE."""
     key, equals, value = text.partition("=")
     if not key or not equals:

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TypedDict, TypeVar, get_args
 
-from rheostat._cli._common import label
+from rheostat._cli._common import add_label
 from rheostat._selectors import PhaseName, Selector, positions
 
 _Event = TypeVar("_Event")
@@ -26,13 +26,7 @@ def add_filter(parser: argparse.ArgumentParser) -> None:
     which.add_argument(
         "--request", action="append", metavar="ID", help="select this request; may be repeated"
     )
-    which.add_argument(
-        "--label",
-        action="append",
-        type=label,
-        metavar="KEY=VALUE",
-        help="select requests with this label; if repeated, requests with all of them",
-    )
+    add_label(which, "select requests with this label; if repeated, requests with all of them")
     which.add_argument("--every", action="store_true", help="select every request")
 
 

@@ -6,10 +6,10 @@ import argparse
 import io
 import sys
 
-from rheostat._cli._common import CommandError, Subparsers, add_target, connected, label, warn
+from rheostat._cli._common import CommandError, Subparsers, add_label, add_target, connected, warn
 from rheostat._cli._ops import add_ops, steering
 from rheostat._responses.receipts import Receipt
-from rheostat._responses.results import Divergence, Generation, Sample, Tokens
+from rheostat._responses.results import Divergence, Sample, Tokens
 
 _MAX_TOKENS = 128
 _LONGEST_CHANGE = 2.0
@@ -43,13 +43,7 @@ rheostat generate "My day was" --max-tokens 16 --temperature 0 --steer joy:0.5 -
     )
     parser.add_argument("--seed", type=int, help="seed that makes sampling repeatable")
     parser.add_argument("--lora", metavar="NAME", help="a loaded adapter to run under")
-    parser.add_argument(
-        "--label",
-        action="append",
-        type=label,
-        metavar="KEY=VALUE",
-        help="a label that subscribers and watches can filter by; may be repeated",
-    )
+    add_label(parser, "a label that subscribers and watches can filter by; may be repeated")
     parser.add_argument(
         "--baseline",
         action="store_true",
@@ -89,8 +83,10 @@ def run(args: argparse.Namespace) -> int:
         warn(ended)
     if too_long := _too_long(out.receipt):
         warn(too_long)
-    for line in _summary(out, bool(steered)):
-        print(line, file=sys.stderr)
+    if out.divergence is not None:
+        print(_divergence_text(out.divergence), file=sys.stderr)
+    if steered or out.receipt.interventions:
+        print(out.receipt, file=sys.stderr)
     return 0
 
 
@@ -138,13 +134,6 @@ def _too_long(receipt: Receipt) -> str:
         f"the steering at {where} has {times:.3g} times the norm of the residual stream, which "
         "seldom leaves a coherent text: try a smaller scale"
     )
-
-
-def _summary(out: Generation, steered: bool) -> list[str]:
-    lines = [] if out.divergence is None else [_divergence_text(out.divergence)]
-    if steered or out.receipt.interventions:
-        lines.append(str(out.receipt))
-    return lines
 
 
 def _divergence_text(divergence: Divergence) -> str:

@@ -9,10 +9,10 @@ from pathlib import Path
 from rheostat._cli._common import (
     Subparsers,
     add_force,
+    add_label,
     add_target,
     check_writable,
     connected,
-    label,
     layers,
     points,
 )
@@ -79,13 +79,7 @@ def add(commands: Subparsers) -> None:
         metavar="SECONDS",
         help="how long it is not evicted (default: 3600)",
     )
-    put.add_argument(
-        "--label",
-        action="append",
-        type=label,
-        metavar="KEY=VALUE",
-        help="may be repeated (default: the labels of the file)",
-    )
+    add_label(put, "may be repeated (default: the labels of the file)")
     put.set_defaults(run=run_put)
 
     delete = actions.add_parser(
