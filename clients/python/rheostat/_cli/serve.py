@@ -113,12 +113,9 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
     for name, value in vars(args).items():
         if name in ("run", "parser", "flags") or value is None:
             continue
-        if name in ("loras", "sinks", "controllers"):
-            values[name] = tuple(value)
-        elif name.endswith("_mib"):
-            values[name.removesuffix("_mib") + "_bytes"] = value * _MIB
-        else:
-            values[name] = value
+        if name.endswith("_mib"):
+            name, value = name.removesuffix("_mib") + "_bytes", value * _MIB
+        values[name] = tuple(value) if isinstance(value, list) else value
     return values
 
 
