@@ -86,22 +86,13 @@ Bounds: TypeAlias = Mapping[str, Bound]
 """Bounds by the name of the rule that ends requests beyond it."""
 
 
-def read_above(text: str) -> Bound:
-    """Parses NAME:NUMBER of ``--stop-above``."""
-    return _bound(text, below=False)
-
-
-def read_below(text: str) -> Bound:
-    """Parses NAME:NUMBER of ``--stop-below``."""
-    return _bound(text, below=True)
-
-
 def probe_name(vector: str) -> str:
     """The name of the probe along a vector, without slashes, which probe names cannot have."""
     return vector.replace("/", ".")
 
 
-def _bound(text: str, *, below: bool) -> Bound:
+def read_bound(text: str, *, below: bool) -> Bound:
+    """Parses NAME:NUMBER of ``--stop-above`` or, with ``below``, of ``--stop-below``."""
     name, _, number = text.rpartition(":")
     try:
         bound = float(number)

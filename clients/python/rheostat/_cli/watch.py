@@ -7,13 +7,14 @@ import json
 import shutil
 import sys
 from dataclasses import replace
+from functools import partial
 from typing import get_args
 
 from rheostat._cli._common import Subparsers, add_target, connected, layers, points
 from rheostat._cli._filters import add_filter, add_limit, add_where, selected, until_limit
 from rheostat._cli._progress import Phase
 from rheostat._cli._readings import Curves, documents, lines
-from rheostat._cli._stops import Bounds, probe_name, read_above, read_below
+from rheostat._cli._stops import Bounds, probe_name, read_bound
 from rheostat._cli._stored import stored
 from rheostat._client.engine import Engine
 from rheostat._fields import counted
@@ -66,14 +67,11 @@ rheostat watch --every --probe joy --limit 10 --json > readings.jsonl""",
         "all; generated with --stop-above or --stop-below; prompt with --after-prompt or "
         "--rows prompt_mean",
     )
-    for flag, read, side in (
-        ("--stop-above", read_above, "more"),
-        ("--stop-below", read_below, "less"),
-    ):
+    for flag, side in (("--stop-above", "more"), ("--stop-below", "less")):
         parser.add_argument(
             flag,
             action="append",
-            type=read,
+            type=partial(read_bound, below=side == "less"),
             default=[],
             dest="bounds",
             metavar="NAME:NUMBER",
