@@ -39,13 +39,13 @@ def demo_server() -> Iterator[str]:
     The server stops at the end of the block. SIGTERM and SIGHUP end the block too, because `main`
     runs every command within `exiting_on_signals`.
     """
-    target = f"127.0.0.1:{_free_port()}"
+    port = _free_port()
+    target = f"127.0.0.1:{port}"
     with tempfile.TemporaryDirectory(prefix="rheostat-") as folder:
         log = Path(folder) / "server.log"
-        port = target.rpartition(":")[2]
         with log.open("wb") as output:
             child = subprocess.Popen(
-                [sys.executable, "-m", "rheostat", "serve", "demo", "--port", port],
+                [sys.executable, "-m", "rheostat", "serve", "demo", "--port", str(port)],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
@@ -55,9 +55,8 @@ def demo_server() -> Iterator[str]:
             with Phase("starting a server with the demo model") as phase:
 
                 def check() -> None:
-                    lines = _last_lines(log)
                     if child.poll() is not None:
-                        raise CommandError(f"the server ended: {_reason(lines)}")
+                        raise CommandError(f"the server ended: {_reason(log)}")
                     phase.note(progress_in(log))
 
                 _wait_until_ready(target, check)
@@ -100,11 +99,6 @@ def _stop(child: subprocess.Popen[bytes]) -> None:
         child.wait()
 
 
-def _last_lines(log: Path) -> list[str]:
-    lines = log.read_text(errors="replace").splitlines()
-    return [line.strip() for line in lines[-_LAST_LINES:] if line.strip()]
-
-
 def progress_in(log: Path) -> str:
     """The last line that the server itself has logged; "" if there is none.
 
@@ -114,7 +108,9 @@ def progress_in(log: Path) -> str:
     return textwrap.shorten(messages[-1], _NOTE_WIDTH, placeholder=" ...") if messages else ""
 
 
-def _reason(lines: list[str]) -> str:
+def _reason(log: Path) -> str:
     """The line with the cause: the command's own message, or else the last line."""
+    last = log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
+    lines = [line.strip() for line in last if line.strip()]
     own = [line for line in lines if line.startswith("rheostat: ")]
     return (own or lines or ["it printed nothing"])[-1].removeprefix("rheostat: ")
