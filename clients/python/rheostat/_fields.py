@@ -121,7 +121,7 @@ def counted(count: int, noun: str) -> str:
 def checks_arguments(
     method: Callable[_Parameters, _Result],
 ) -> Callable[_Parameters, _Result]:
-    """Makes a method answer an unknown argument with the name that was probably meant."""
+    """Makes a function answer an unknown argument with the name that was probably meant."""
     names = tuple(signature(method).parameters)
 
     @wraps(method)

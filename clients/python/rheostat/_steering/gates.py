@@ -10,10 +10,10 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import dataclass
-from typing import Literal, Never, NoReturn, TypeAlias, get_args
+from typing import Literal, NoReturn, TypeAlias, get_args
 
 from rheostat._errors import invalid
-from rheostat._fields import check_arguments, flag, whole_number, word
+from rheostat._fields import checks_arguments, flag, whole_number, word
 from rheostat._points import (
     Layers,
     LayersLike,
@@ -356,6 +356,7 @@ def is_probe_name(name: object) -> bool:
     return isinstance(name, str) and _PROBE_NAME.fullmatch(name) is not None
 
 
+@checks_arguments
 def probe(
     vector: Vector,
     *,
@@ -368,7 +369,6 @@ def probe(
     theta: float | None = None,
     rows: ProbeRows = "each",
     name: str | None = None,
-    **unknown: Never,
 ) -> Probe:
     """A probe, which reads activation(x.v + bias) from a row x of the stream, in float32.
 
@@ -389,23 +389,10 @@ def probe(
             all prompt tokens that ``where`` selects. With "projected_cosine" it is the number of
             conditional activation steering (CAST; Lee et al., 2024).
         name: its name in signals, receipts and errors. Default: a hash of the other arguments.
-        unknown: none. For another name, a TypeError suggests the argument that was probably meant.
 
     Raises:
         InvalidRequest: points or layers are missing, or the name is not valid.
     """
-    names = (
-        "points",
-        "layers",
-        "where",
-        "bias",
-        "normalise",
-        "activation",
-        "theta",
-        "rows",
-        "name",
-    )
-    check_arguments("probe", unknown, names)
     refuse_dose(vector, "probe.vector")
     if not isinstance(vector, Vector):
         raise invalid(

@@ -9,14 +9,14 @@ import datetime
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Never, NoReturn, Protocol, Self, TypeVar
+from typing import Any, ClassVar, NoReturn, Protocol, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from rheostat._arrays import ArrayLike, Element, VectorData, read_element, vector_data
 from rheostat._errors import Refused, invalid
-from rheostat._fields import check_arguments, counted, vector_digest, vector_name
+from rheostat._fields import checks_arguments, counted, vector_digest, vector_name
 from rheostat._points import (
     Layers,
     LayersLike,
@@ -146,18 +146,18 @@ class Vector(_NoSums):
             by_value=True, row_layers=None,
         )  # fmt: skip
 
+    @checks_arguments
     def at(
         self,
         points: PointsLike | None = None,
         layers: LayersLike | None = None,
         where: SelectorLike = None,
-        **unknown: Never,
     ) -> Add:
         """A dose: this vector, added at these points, layers and tokens.
 
         Omitted arguments keep the vector's own values. `select` gives a vector, not a dose.
         """
-        return Add(self).at(points, layers, where, **unknown)
+        return Add(self).at(points, layers, where)
 
     def when(self, gate: GateLike) -> Add:
         """A dose: this vector, added in proportion to a gate's openness; see `Intervention`."""
@@ -252,15 +252,14 @@ class Intervention(_NoSums, ABC):
     def _text(self) -> str:
         """The op in words."""
 
+    @checks_arguments
     def at(
         self,
         points: PointsLike | None = None,
         layers: LayersLike | None = None,
         where: SelectorLike = None,
-        **unknown: Never,
     ) -> Self:
         """The same op at other points, layers or tokens. Omitted arguments keep their values."""
-        check_arguments("at", unknown, ("points", "layers", "where"))
         return replace(
             self,
             points=self.points if points is None else points_of(points),
@@ -360,19 +359,18 @@ class Add(Intervention):
         return f"add {self.scale:.6g} * {self.vector.label}"
 
 
+@checks_arguments
 def inline(
     array: ArrayLike | npt.ArrayLike,
     *,
     points: PointsLike | None = None,
     layers: LayersLike | None = None,
     dtype: Element | None = None,
-    **unknown: Never,
 ) -> Vector:
     """A vector that is sent inside each request, for vectors that are small or used once.
 
     ``array`` is [width] or [rows, width]; see ``engine.vectors.put`` for element types.
     """
-    check_arguments("inline", unknown, ("points", "layers", "dtype"))
     refuse_dose(array, "vector")
     rows = vector_data(array, dtype)
     at_points, at_layers = defaults(points, layers)
@@ -381,12 +379,12 @@ def inline(
     )
 
 
+@checks_arguments
 def named(
     name: str,
     *,
     points: PointsLike | None = None,
     layers: LayersLike | None = None,
-    **unknown: Never,
 ) -> Vector:
     """The vector that has ``name`` on the server when a request is admitted.
 
@@ -394,7 +392,6 @@ def named(
     ``engine.vectors.get``. If the vector was stored with one layer per row, each of ``layers``
     takes its own row, and the server refuses layers without a row.
     """
-    check_arguments("named", unknown, ("points", "layers"))
     if not name:
         raise invalid("vector.name", "the name is empty", "REASON_MISSING_FIELD")
     at_points, at_layers = defaults(points, layers)
