@@ -27,7 +27,7 @@ from rheostat._points import (
 from rheostat._selectors import Selector, SelectorLike, selector_of
 from rheostat._selectors import to_wire as selector_to_wire
 from rheostat._steering.readouts import Activation, Normalise, ReadoutSettings
-from rheostat._steering.vectors import Vector, finite, refuse_dose, unfetched
+from rheostat._steering.vectors import Vector, finite, finite_or_none, refuse_dose, unfetched
 from rheostat_wire.v1 import gate_pb2
 
 Pool: TypeAlias = Literal["last", "mean", "max"]
@@ -229,15 +229,11 @@ class Condition(_Uncombined):
             pool=word(self.pool, POOLS, f"{path}.pool"),
             combine_sites=word(self.combine, COMBINES, f"{path}.combine"),
             after_prompt=flag(self.after_prompt, f"{path}.after_prompt", "after_prompt"),
+            above=finite_or_none(self.low, f"{path}.above", "bound"),
+            below=finite_or_none(self.high, f"{path}.below", "bound"),
+            stays_above=finite_or_none(self.stays_low, f"{path}.stays_above", "bound"),
+            stays_below=finite_or_none(self.stays_high, f"{path}.stays_below", "bound"),
         )
-        if self.low is not None:
-            message.above = finite(self.low, f"{path}.above", "bound")
-        if self.high is not None:
-            message.below = finite(self.high, f"{path}.below", "bound")
-        if self.stays_low is not None:
-            message.stays_above = finite(self.stays_low, f"{path}.stays_above", "bound")
-        if self.stays_high is not None:
-            message.stays_below = finite(self.stays_high, f"{path}.stays_below", "bound")
         if self.combine != "sum":
             message.for_tokens = whole_number(
                 self.for_tokens, f"{path}.for_tokens", "a number of tokens", least=1

@@ -16,7 +16,7 @@ from rheostat._errors import invalid
 from rheostat._fields import flag
 from rheostat._points import Layers
 from rheostat._steering.readouts import Readout
-from rheostat._steering.vectors import Intervention, Vector, finite, labels, row_ref
+from rheostat._steering.vectors import Intervention, Vector, finite, finite_or_none, labels, row_ref
 from rheostat_wire.v1 import steering_pb2, vector_pb2
 
 _MOST_DIRECTIONS = 8
@@ -111,13 +111,11 @@ class Band:
 
     def to_wire(self, path: str, layers: Layers) -> steering_pb2.Band:
         """The message. Raises InvalidRequest if numbers are out of range."""
-        low = None if self.min is None else finite(self.min, f"{path}.min", "min")
-        high = None if self.max is None else finite(self.max, f"{path}.max", "max")
         return steering_pb2.Band(
             read=_read(self.direction, layers, f"{path}.read"),
             write=_write(self.write, layers, f"{path}.write"),
-            min=low,
-            max=high,
+            min=finite_or_none(self.min, f"{path}.min", "min"),
+            max=finite_or_none(self.max, f"{path}.max", "max"),
             strength=fraction(self.strength, f"{path}.strength", "strength"),
             only_on=flag(self.only_on, f"{path}.only_on", "only_on"),
         )

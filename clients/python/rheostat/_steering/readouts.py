@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias, get_args
 from rheostat._errors import Unimplemented, invalid
 from rheostat._fields import word
 from rheostat._points import Layers
-from rheostat._steering.vectors import Vector, finite, refuse_dose, row_ref
+from rheostat._steering.vectors import Vector, finite, finite_or_none, refuse_dose, row_ref
 from rheostat_wire.v1 import vector_pb2
 
 Normalise: TypeAlias = Literal["none", "unit", "cosine", "projected_cosine"]
@@ -50,15 +50,13 @@ class ReadoutSettings:
                 f"a number is read with a vector, not {type(vector).__name__}: give one, e.g. "
                 "rheostat.named(name) or rheostat.inline(array)",
             )
-        message = vector_pb2.Readout(
+        return vector_pb2.Readout(
             vector=row_ref(vector, layers, f"{path}.vector"),
             bias=finite(self.bias, f"{path}.bias", "bias"),
             normalise=word(self.normalise, NORMALISATIONS, f"{path}.normalise"),
             activation=word(self.activation, ACTIVATIONS, f"{path}.activation"),
+            theta=finite_or_none(self.theta, f"{path}.theta", "threshold"),
         )
-        if self.theta is not None:
-            message.theta = finite(self.theta, f"{path}.theta", "threshold")
-        return message
 
 
 COORDINATE = ReadoutSettings(normalise="unit")

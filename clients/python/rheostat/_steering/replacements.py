@@ -286,13 +286,13 @@ def _site(site: object) -> Site:
 
 
 def _run_source(source: FromRun) -> replace_pb2.RunSource:
-    message = replace_pb2.RunSource(run_id=source.run_id)
+    message = replace_pb2.RunSource(
+        run_id=source.run_id, site=None if source.site is None else site_to_wire(source.site)
+    )
     if source.positions is not None:
         message.positions.positions.extend(source.positions)
     else:
         message.alignment = _ALIGNMENTS[source.align]
-    if source.site is not None:
-        message.site.CopyFrom(site_to_wire(source.site))
     return message
 
 

@@ -11,7 +11,7 @@ from rheostat._errors import InvalidRequest, invalid
 from rheostat._fields import flag, utf8_text, whole_number, word
 from rheostat._steering.gates import COMBINES, Combine, Condition, Hold, Probe, hold_to_wire
 from rheostat._steering.steering import SteeringLike, steering_to_wire
-from rheostat._steering.vectors import Intervention, finite
+from rheostat._steering.vectors import Intervention, finite, finite_or_none
 from rheostat_wire.v1 import gate_pb2, monitor_pb2, steering_pb2
 
 _RULE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -116,9 +116,9 @@ class Rule:
                 for number, condition in enumerate(self.conditions)
             ],
             combine=word(self.combine, COMBINES, f"{path}.combine"),
+            threshold=finite_or_none(self.threshold, f"{path}.threshold", "threshold"),
+            hold=None if self.hold is None else hold_to_wire(self.hold, f"{path}.hold"),
         )
-        if self.threshold is not None:
-            message.threshold = finite(self.threshold, f"{path}.threshold", "threshold")
         match self.then:
             case Observe():
                 message.observe.SetInParent()
@@ -150,8 +150,6 @@ class Rule:
                     "a rule's action is Observe(), Stop(), Steer(...) or Gain(...), not "
                     f"{type(other).__name__}",
                 )
-        if self.hold is not None:
-            message.hold.CopyFrom(hold_to_wire(self.hold, f"{path}.hold"))
         return message
 
 

@@ -586,6 +586,11 @@ def finite(number: float, path: str, what: str) -> float:
     return value
 
 
+def finite_or_none(number: float | None, path: str, what: str) -> float | None:
+    """As `finite`; None stays None."""
+    return None if number is None else finite(number, path, what)
+
+
 def unfetched(vectors: Iterable[Vector]) -> str:
     """The name of the first handle that has only a name; "" if there is none."""
     return next((vector.name for vector in vectors if vector.digest is None and vector.name), "")
