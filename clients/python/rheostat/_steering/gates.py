@@ -51,6 +51,7 @@ PROBE_ROWS = {
     name: gate_pb2.ProbeRows.Value(f"PROBE_ROWS_{name.upper()}") for name in get_args(ProbeRows)
 }
 COMBINES = {name: gate_pb2.Combine.Value(f"COMBINE_{name.upper()}") for name in get_args(Combine)}
+_HOLDS = ("token", "next_token", "rest", "until_read")
 _PROBE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -325,25 +326,16 @@ class Gate(_Uncombined):
 
 def hold_to_wire(held: Hold, path: str) -> gate_pb2.Hold:
     """The message; ``path`` names it in errors."""
+    if not isinstance(held, str):
+        count = whole_number(held, f"{path}.tokens", "a number of tokens", least=1)
+        return gate_pb2.Hold(tokens=count)
+    if held not in _HOLDS:
+        words = ", ".join(map(repr, _HOLDS))
+        raise invalid(
+            path, f"hold is {words} or a number of tokens, not {held!r}", "REASON_UNKNOWN_ENUM"
+        )
     hold = gate_pb2.Hold()
-    match held:
-        case "token":
-            hold.token.SetInParent()
-        case "next_token":
-            hold.next_token.SetInParent()
-        case "rest":
-            hold.rest.SetInParent()
-        case "until_read":
-            hold.until_read.SetInParent()
-        case str() as other:
-            raise invalid(
-                path,
-                "hold is 'token', 'next_token', 'rest', 'until_read' or a number of tokens, not "
-                f"{other!r}",
-                "REASON_UNKNOWN_ENUM",
-            )
-        case count:
-            hold.tokens = whole_number(count, f"{path}.tokens", "a number of tokens", least=1)
+    getattr(hold, held).SetInParent()
     return hold
 
 

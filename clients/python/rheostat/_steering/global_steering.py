@@ -122,7 +122,7 @@ def _read_rule(message: monitor_pb2.Rule, probes: Mapping[str, Probe], path: str
         action,
         read_combine(message.combine, f"{path}.combine", "all"),
         message.threshold if message.HasField("threshold") else None,
-        read_hold(message.hold, path) if message.HasField("hold") else None,
+        read_hold(message.hold) if message.HasField("hold") else None,
     )
 
 

@@ -100,7 +100,7 @@ def read_gate(message: gate_pb2.Gate, probes: Mapping[str, Probe], path: str) ->
         raise Unimplemented(f"{path} of the server sends signals, which this client does not know")
     conditions = read_conditions(message.conditions, probes, path)
     combine = read_combine(message.combine, f"{path}.combine", "all")
-    form, hold = _form(message), read_hold(message.hold, path)
+    form, hold = _form(message), read_hold(message.hold)
     return Gate(conditions, combine, form, hold, message.invert)
 
 
@@ -130,18 +130,7 @@ def _form(message: gate_pb2.Gate) -> float | Sigmoid | Ramp | None:
             return None
 
 
-def read_hold(message: gate_pb2.Hold, path: str) -> Hold:
+def read_hold(message: gate_pb2.Hold) -> Hold:
     """How long a gate stays open, or a rule acts."""
-    match message.WhichOneof("kind"):
-        case None | "token":
-            return "token"
-        case "next_token":
-            return "next_token"
-        case "rest":
-            return "rest"
-        case "until_read":
-            return "until_read"
-        case "tokens":
-            return message.tokens
-        case kind:
-            raise Unimplemented(f"{path} of the server is held as {kind}")
+    kind = message.WhichOneof("kind")
+    return message.tokens if kind == "tokens" else kind or "token"
