@@ -25,6 +25,7 @@ UINT32 = 2**32 - 1
 UINT64 = 2**64 - 1
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
+_PROBE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _Parameters = ParamSpec("_Parameters")
 _Message = TypeVar("_Message")
 _Result = TypeVar("_Result")
@@ -153,6 +154,20 @@ def vector_name(name: str, path: str = "name") -> str:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise invalid(
             path, f"{name!r} is no name: 1 to 128 of [A-Za-z0-9._/-], first a letter or digit"
+        )
+    return name
+
+
+def is_probe_name(name: object) -> bool:
+    """Whether ``name`` is valid for a probe or a rule."""
+    return isinstance(name, str) and _PROBE_NAME.fullmatch(name) is not None
+
+
+def probe_name(name: str, path: str) -> str:
+    """Returns ``name`` if it is valid for a probe or a rule."""
+    if not is_probe_name(name):
+        raise invalid(
+            path, f"{name!r} is no name: 1 to 64 of [A-Za-z0-9._-], first a letter or digit"
         )
     return name
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from rheostat._errors import ServerError
+from rheostat._fields import is_probe_name
 from rheostat._notebook import passage, text_table
 from rheostat._points import Site, read_point
-from rheostat._steering.gates import POOLS, Condition, Pool, Probe, ProbeRows, is_probe_name
+from rheostat._steering.gates import POOLS, Condition, Pool, Probe, ProbeRows
 from rheostat._steering.read_gates import known, read_condition, read_probe, read_rows
 from rheostat._steering.readouts import NORMALISATIONS, Normalise
 from rheostat._steering.transfers import Progress

@@ -8,12 +8,11 @@ effect of an intervention by it: ``intervention.when(probe.above(2))``.
 from __future__ import annotations
 
 import hashlib
-import re
 from dataclasses import dataclass
 from typing import Literal, NoReturn, TypeAlias, get_args
 
 from rheostat._errors import invalid
-from rheostat._fields import checks_arguments, flag, whole_number, word
+from rheostat._fields import checks_arguments, flag, probe_name, whole_number, word
 from rheostat._points import (
     Layers,
     LayersLike,
@@ -52,7 +51,6 @@ PROBE_ROWS = {
 }
 COMBINES = {name: gate_pb2.Combine.Value(f"COMBINE_{name.upper()}") for name in get_args(Combine)}
 _HOLDS = ("token", "next_token", "rest", "until_read")
-_PROBE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 @dataclass(frozen=True)
@@ -339,11 +337,6 @@ def hold_to_wire(held: Hold, path: str) -> gate_pb2.Hold:
     return hold
 
 
-def is_probe_name(name: object) -> bool:
-    """Whether a probe may have this name."""
-    return isinstance(name, str) and _PROBE_NAME.fullmatch(name) is not None
-
-
 @checks_arguments
 def probe(
     vector: Vector,
@@ -394,11 +387,8 @@ def probe(
         raise missing_sites(
             "probe.sites", vector.label, at_points, at_layers, "{}", named=unfetched([vector])
         )
-    if name is not None and not is_probe_name(name):
-        raise invalid(
-            "probe.name",
-            f"{name!r} is no name: 1 to 64 of [A-Za-z0-9._-], first a letter or digit",
-        )
+    if name is not None:
+        probe_name(name, "probe.name")
     readout = ReadoutSettings(bias=bias, normalise=normalise, activation=activation, theta=theta)
     return Probe(vector, at_points, at_layers, selector_of(where), readout, name, rows)
 

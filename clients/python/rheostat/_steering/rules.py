@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from rheostat._errors import InvalidRequest, invalid
-from rheostat._fields import flag, utf8_text, whole_number, word
+from rheostat._fields import flag, probe_name, utf8_text, word
 from rheostat._steering.gates import COMBINES, Combine, Condition, Hold, Probe, hold_to_wire
-from rheostat._steering.steering import SteeringLike, steering_to_wire
+from rheostat._steering.steering import SteeringLike, indices_of, steering_to_wire
 from rheostat._steering.vectors import Intervention, finite, finite_or_none
 from rheostat_wire.v1 import gate_pb2, monitor_pb2, steering_pb2
-
-_RULE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 ProbesLike: TypeAlias = Probe | Sequence[Probe] | None
 """Probes whose readings are sent: one, or several."""
@@ -104,13 +101,8 @@ class Rule:
 
         Raises InvalidRequest if the name is not valid, or a number is out of range.
         """
-        if not (isinstance(self.name, str) and _RULE_NAME.fullmatch(self.name)):
-            raise invalid(
-                f"{path}.name",
-                f"{self.name!r} is no name: 1 to 64 of [A-Za-z0-9._-], first a letter or digit",
-            )
         message = monitor_pb2.Rule(
-            name=self.name,
+            name=probe_name(self.name, f"{path}.name"),
             conditions=[
                 condition.to_wire(f"{path}.conditions[{number}]")
                 for number, condition in enumerate(self.conditions)
@@ -133,17 +125,9 @@ class Rule:
             case Steer(steering):
                 message.steer.CopyFrom(_steering_to_wire(steering, f"{path}.steer.interventions"))
             case Gain(factor, interventions):
-                if isinstance(interventions, str) or not isinstance(interventions, Iterable):
-                    raise invalid(
-                        f"{path}.gain.interventions",
-                        "interventions is a list of their indices, such as [0, 2], not "
-                        f"{interventions!r}",
-                    )
+                indices = indices_of(interventions, f"{path}.gain.interventions", "an index")
+                message.gain.interventions.extend(indices)
                 message.gain.factor = finite(factor, f"{path}.gain.factor", "factor")
-                message.gain.interventions.extend(
-                    whole_number(index, f"{path}.gain.interventions[{number}]", "an index")
-                    for number, index in enumerate(interventions)
-                )
             case other:
                 raise invalid(
                     f"{path}.then",

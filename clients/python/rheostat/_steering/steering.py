@@ -214,19 +214,22 @@ def _times(vector: object, scale: object) -> str:
     return f"{text} * {float(scale):g}" if isinstance(scale, Real) else text
 
 
+def indices_of(given: object, path: str, what: str) -> list[int]:
+    """The indices of interventions that a gain multiplies.
+
+    ``path`` names the list in errors, and ``what`` one of them.
+    """
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise invalid(
+            path, f"interventions is a list of their indices, such as [0, 2], not {given!r}"
+        )
+    return [whole_number(index, f"{path}[{number}]", what) for number, index in enumerate(given)]
+
+
 def gain_to_wire(factor: float, interventions: Iterable[int]) -> gain_pb2.Gain:
     """The message that multiplies interventions by ``factor``; all of them if none is listed."""
-    if isinstance(interventions, str) or not isinstance(interventions, Iterable):
-        raise invalid(
-            "gain.interventions",
-            f"interventions is a list of their indices, such as [0, 2], not {interventions!r}",
-        )
-    message = gain_pb2.Gain(
-        interventions=[
-            whole_number(index, f"gain.interventions[{number}]", "an intervention's index")
-            for number, index in enumerate(interventions)
-        ],
-    )
+    indices = indices_of(interventions, "gain.interventions", "an intervention's index")
+    message = gain_pb2.Gain(interventions=indices)
     try:
         message.factor = factor  # the server refuses one that is not finite, as an event
     except (OverflowError, TypeError, ValueError):
