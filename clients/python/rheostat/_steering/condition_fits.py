@@ -11,9 +11,9 @@ from rheostat._errors import ServerError
 from rheostat._fields import is_probe_name
 from rheostat._notebook import passage, text_table
 from rheostat._points import Site, read_point
-from rheostat._steering.gates import POOLS, Condition, Pool, Probe, ProbeRows
-from rheostat._steering.read_gates import known, read_condition, read_probe, read_rows
-from rheostat._steering.readouts import NORMALISATIONS, Normalise
+from rheostat._steering.gates import Condition, Pool, Probe, ProbeRows
+from rheostat._steering.read_gates import POOL_WORDS, known, read_condition, read_probe, read_rows
+from rheostat._steering.readouts import NORMALISE_WORDS, Normalise
 from rheostat._steering.transfers import Progress
 from rheostat._steering.vectors import Vector, VectorSource
 from rheostat_wire.v1 import steering_service_pb2
@@ -24,12 +24,6 @@ FitDirection: TypeAlias = Literal["difference_of_means", "principal_component"]
 FIT_DIRECTIONS: dict[str, steering_service_pb2.FitDirection.ValueType] = {
     "difference_of_means": steering_service_pb2.FIT_DIRECTION_DIFFERENCE_OF_MEANS,
     "principal_component": steering_service_pb2.FIT_DIRECTION_PRINCIPAL_COMPONENT,
-}
-_POOLS: dict[int, Pool] = {POOLS["last"]: "last", POOLS["mean"]: "mean"}
-_NORMALISES: dict[int, Normalise] = {
-    NORMALISATIONS["unit"]: "unit",
-    NORMALISATIONS["cosine"]: "cosine",
-    NORMALISATIONS["projected_cosine"]: "projected_cosine",
 }
 _DIRECTIONS: dict[int, FitDirection] = {
     FIT_DIRECTIONS[name]: name for name in get_args(FitDirection)
@@ -214,9 +208,9 @@ class ConditionFitsAccumulator:
             raise ServerError("the server names a direction that was not given")
         return ConditionFit(
             Site(read_point(message.site.point), message.site.layer),
-            known(_POOLS, message.pool, "pool"),
+            known(POOL_WORDS, message.pool, "pool"),
             direction,
-            known(_NORMALISES, message.normalise, "normalisation"),
+            known(NORMALISE_WORDS, message.normalise, "normalisation"),
             message.threshold,
             message.below,
             message.f1,

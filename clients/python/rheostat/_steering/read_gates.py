@@ -32,7 +32,7 @@ from rheostat_wire.v1 import gate_pb2, vector_pb2
 
 _Word = TypeVar("_Word")
 
-_POOLS: dict[int, Pool] = {value: name for name, value in POOLS.items()}
+POOL_WORDS: dict[int, Pool] = {value: name for name, value in POOLS.items()}
 _PROBE_ROWS: dict[int, ProbeRows] = {value: name for name, value in PROBE_ROWS.items()}
 _COMBINES: dict[int, Combine] = {value: name for name, value in COMBINES.items()}
 
@@ -72,7 +72,7 @@ def read_condition(message: gate_pb2.Condition, probe: Probe, path: str) -> Cond
         probe,
         message.above if message.HasField("above") else None,
         message.below if message.HasField("below") else None,
-        known(_POOLS, message.pool, f"{path}.pool") if message.HasField("pool") else "last",
+        known(POOL_WORDS, message.pool, f"{path}.pool") if message.HasField("pool") else "last",
         read_combine(message.combine_sites, f"{path}.combine_sites", "any"),
         message.after_prompt,
         message.for_tokens if message.HasField("for_tokens") else 1,

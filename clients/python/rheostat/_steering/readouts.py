@@ -29,6 +29,8 @@ NORMALISATIONS = {
 ACTIVATIONS = {
     name: vector_pb2.Activation.Value(f"ACTIVATION_{name.upper()}") for name in get_args(Activation)
 }
+NORMALISE_WORDS: dict[int, Normalise] = {value: name for name, value in NORMALISATIONS.items()}
+_ACTIVATION_WORDS: dict[int, Activation] = {value: name for name, value in ACTIVATIONS.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,13 +72,14 @@ def read_settings(message: vector_pb2.Readout, path: str) -> ReadoutSettings:
         normalise = vector_pb2.NORMALISE_NONE
     if not message.HasField("activation"):
         activation = vector_pb2.ACTIVATION_IDENTITY
-    names: dict[int, Normalise] = {NORMALISATIONS[name]: name for name in get_args(Normalise)}
-    kinds: dict[int, Activation] = {ACTIVATIONS[name]: name for name in get_args(Activation)}
-    if normalise not in names or activation not in kinds:
+    if normalise not in NORMALISE_WORDS or activation not in _ACTIVATION_WORDS:
         raise Unimplemented(f"{path} of the server reads in a way that this client does not know")
     theta = message.theta if message.HasField("theta") else None
     return ReadoutSettings(
-        bias=message.bias, normalise=names[normalise], activation=kinds[activation], theta=theta
+        bias=message.bias,
+        normalise=NORMALISE_WORDS[normalise],
+        activation=_ACTIVATION_WORDS[activation],
+        theta=theta,
     )
 
 
