@@ -201,7 +201,7 @@ class Connection(ConnectionBase):
         """Many requests, one answer."""
         timeout = self.limit(timeout)
         rpc = self.channel.stream_unary(call.path, serialize, call.answer.FromString)
-        running = rpc(call.requests, timeout=timeout)
+        running = rpc(iter(call.requests), timeout=timeout)
         status = ServerStatus(running)
         try:
             answer = await running

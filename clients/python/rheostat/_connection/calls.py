@@ -61,7 +61,6 @@ class UploadRequests(Protocol):
     """An exception of the iterator. gRPC discards it, so the connection raises it."""
 
     def __iter__(self) -> Iterator[Message]: ...
-    def __next__(self) -> Message: ...
 
 
 @dataclass(frozen=True)

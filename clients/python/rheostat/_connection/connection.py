@@ -126,7 +126,7 @@ class Connection(ConnectionBase):
         timeout = self.limit(timeout)
         rpc = self.channel.stream_unary(call.path, serialize, call.answer.FromString)
         try:
-            answer = rpc(call.requests, timeout=timeout)
+            answer = rpc(iter(call.requests), timeout=timeout)
         except grpc.RpcError as error:
             failure = call.requests.failure or _errors.from_rpc(error, self.target, timeout)
         else:

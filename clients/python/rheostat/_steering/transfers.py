@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Self, TypeAlias
+from typing import TypeAlias
 
 from google.protobuf.message import Message
 
@@ -30,37 +30,26 @@ class VectorUpload:
         data: VectorData,
         progress: Progress | None,
     ) -> None:
-        self._messages = _messages(header, data)
-        self._total = len(data.data)
-        self._sent = 0
+        self._header = header
+        self._data = data.data
         self._progress = progress
 
-    def __iter__(self) -> Self:
-        return self
+    def __iter__(self) -> Iterator[Message]:
+        """The messages; calls ``progress`` for a chunk when the message after it is pulled."""
+        yield steering_service_pb2.PutVectorRequest(header=self._header)
+        for start in range(0, len(self._data), _CHUNK):
+            chunk = self._data[start : start + _CHUNK]
+            yield steering_service_pb2.PutVectorRequest(chunk=chunk)
+            self._report(start + len(chunk))
 
-    def __next__(self) -> Message:
-        """The next message; calls ``progress`` for the chunk before it."""
-        self._report()
-        message = next(self._messages)
-        self._sent += len(message.chunk)
-        return message
-
-    def _report(self) -> None:
-        if self._progress is None or self._sent == 0:
+    def _report(self, sent: int) -> None:
+        if self._progress is None:
             return
         try:
-            self._progress(self._sent, self._total)
+            self._progress(sent, len(self._data))
         except BaseException as error:
             self.failure = error
             raise RuntimeError("the upload's progress callback raised") from error
-
-
-def _messages(
-    header: steering_service_pb2.VectorHeader, data: VectorData
-) -> Iterator[steering_service_pb2.PutVectorRequest]:
-    yield steering_service_pb2.PutVectorRequest(header=header)
-    for start in range(0, len(data.data), _CHUNK):
-        yield steering_service_pb2.PutVectorRequest(chunk=data.data[start : start + _CHUNK])
 
 
 class VectorAccumulator:
