@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
-from typing import Literal, Self, TypeAlias, cast, get_args
+from typing import Literal, TypeAlias, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -216,39 +216,30 @@ class RunUpload:
         arrays: Mapping[Site, npt.NDArray[np.generic]],
         places: Sequence[int],
     ) -> None:
-        self._messages = _messages(header, arrays, places)
+        self._header = header
+        self._arrays = arrays
+        self._places = places
 
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> Message:
-        """The next message."""
-        return next(self._messages)
-
-
-def _messages(
-    header: run_service_pb2.RunHeader,
-    arrays: Mapping[Site, npt.NDArray[np.generic]],
-    places: Sequence[int],
-) -> Iterator[run_service_pb2.PutRunRequest]:
-    yield run_service_pb2.PutRunRequest(header=header)
-    for site, array in arrays.items():
-        step = max(1, _CHUNK // array[0].nbytes)
-        for start in range(0, len(places), step):
-            part = array[start : start + step]
-            tensor = tensor_pb2.Tensor(
-                dtype=header.dtype,
-                shape=(1, *part.shape),
-                encoding=tensor_pb2.ENCODING_RAW,
-                inline=part.tobytes(),
-            )
-            yield run_service_pb2.PutRunRequest(
-                rows=run_service_pb2.RunRows(
-                    sites=[site_to_wire(site)],
-                    positions=_ranges(places[start : start + step]),
-                    tensor=tensor,
+    def __iter__(self) -> Iterator[Message]:
+        """The messages."""
+        yield run_service_pb2.PutRunRequest(header=self._header)
+        for site, array in self._arrays.items():
+            step = max(1, _CHUNK // array[0].nbytes)
+            for start in range(0, len(self._places), step):
+                part = array[start : start + step]
+                tensor = tensor_pb2.Tensor(
+                    dtype=self._header.dtype,
+                    shape=(1, *part.shape),
+                    encoding=tensor_pb2.ENCODING_RAW,
+                    inline=part.tobytes(),
                 )
-            )
+                yield run_service_pb2.PutRunRequest(
+                    rows=run_service_pb2.RunRows(
+                        sites=[site_to_wire(site)],
+                        positions=_ranges(self._places[start : start + step]),
+                        tensor=tensor,
+                    )
+                )
 
 
 def _arrays(
