@@ -67,12 +67,14 @@ class VectorData:
 
     def to_tensor(self) -> tensor_pb2.Tensor:
         """The message that carries the numbers inline."""
-        return tensor_pb2.Tensor(
-            dtype=TO_WIRE[self.element],
-            shape=self.shape,
-            encoding=tensor_pb2.ENCODING_RAW,
-            inline=self.data,
-        )
+        return raw_tensor(self.element, self.shape, self.data)
+
+
+def raw_tensor(element: Element, shape: tuple[int, ...], data: bytes) -> tensor_pb2.Tensor:
+    """The message that carries elements, little-endian and row-major, inline."""
+    return tensor_pb2.Tensor(
+        dtype=TO_WIRE[element], shape=shape, encoding=tensor_pb2.ENCODING_RAW, inline=data
+    )
 
 
 def stored(

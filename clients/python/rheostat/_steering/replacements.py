@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, Never, TypeAlias, get_args
 import numpy as np
 import numpy.typing as npt
 
-from rheostat._arrays import ArrayLike, Element, read_element, rows_data, write_element
+from rheostat._arrays import ArrayLike, Element, raw_tensor, read_element, rows_data
 from rheostat._errors import Unimplemented, invalid
 from rheostat._fields import UINT64, check_arguments, whole_number
 from rheostat._points import Layers, Site, point_of, site_to_wire
@@ -159,12 +159,12 @@ class Replace(Intervention):
             case Noise() as source:
                 message.noise.CopyFrom(noise_to_wire(source))
             case RowArray(element, shape, data):
-                message.rows.CopyFrom(_tensor(element, shape, data))
+                message.rows.CopyFrom(raw_tensor(element, shape, data))
         if self.dimensions is not None:
             message.mask.dimensions.dimensions.extend(self.dimensions)
         if self.mask is not None:
             weights = np.asarray(self.mask, "<f4")
-            message.mask.weights.CopyFrom(_tensor("float32", weights.shape, weights.tobytes()))
+            message.mask.weights.CopyFrom(raw_tensor("float32", weights.shape, weights.tobytes()))
         return steering_pb2.Intervention(replace=message)
 
     def _text(self) -> str:
@@ -339,12 +339,3 @@ def noise_to_wire(source: Noise) -> replace_pb2.NoiseSource:
     if source.embedding_std is not None:
         message.embedding_std = source.embedding_std
     return message
-
-
-def _tensor(element: Element, shape: tuple[int, ...], data: bytes) -> tensor_pb2.Tensor:
-    return tensor_pb2.Tensor(
-        dtype=write_element(element),
-        shape=shape,
-        encoding=tensor_pb2.ENCODING_RAW,
-        inline=data,
-    )
