@@ -169,8 +169,13 @@ def writing(path: Path) -> Iterator[Path]:
         raise CommandError(f"cannot write {path}: {error.strerror or error}") from error
 
 
-def check_writable(path: Path, force: bool) -> None:
-    """Raise CommandError if the file cannot be replaced, or exists and ``force`` is not given."""
+def check_writable(path: Path, force: bool, suffix: str | None = None) -> None:
+    """Raise CommandError if the file cannot be replaced, or exists and ``force`` is not given.
+
+    ``suffix`` is the required suffix; None: any.
+    """
+    if suffix is not None and path.suffix != suffix:
+        raise CommandError(f"{path} does not end in {suffix}", 2)
     folder = path.parent
     if not folder.is_dir():
         raise CommandError(f"{path} cannot be written: there is no folder {folder}", 2)

@@ -12,7 +12,6 @@ import numpy.typing as npt
 
 from rheostat._capture.captures import Capture, Overload
 from rheostat._cli._common import (
-    CommandError,
     Subparsers,
     add_force,
     add_target,
@@ -63,9 +62,7 @@ rheostat subscribe --label team=red --points resid_post --where -1""",
 def run(args: argparse.Namespace) -> int:
     """Print a line per event until the limit, or until interrupted."""
     if args.out is not None:
-        if args.out.suffix != ".npz":
-            raise CommandError(f"{args.out} does not end in .npz", 2)
-        check_writable(args.out, args.force)
+        check_writable(args.out, args.force, ".npz")
     columns: _Columns = {}
     with (
         connected(args) as engine,
@@ -81,11 +78,8 @@ def run(args: argparse.Namespace) -> int:
                 file=sys.stderr,
             )
         for sample in subscription.attached:
-            first = (
-                "its next step"
-                if sample.first_position is None
-                else f"position {sample.first_position}"
-            )
+            at = sample.first_position
+            first = "its next step" if at is None else f"position {at}"
             print(
                 f"{sample.request_id} began before the subscription and is shown from {first} on",
                 file=sys.stderr,

@@ -219,12 +219,8 @@ def _check(args: argparse.Namespace) -> None:
     if args.foil is None and any("logit_difference" in grade for grade in args.grade or ()):
         raise CommandError("--grade logit_difference needs --foil", 2)
     for flag, suffix in (("png", ".png"), ("save", ".npz"), ("json", None)):
-        path: Path | None = getattr(args, flag)
-        if path is None:
-            continue
-        if suffix is not None and path.suffix != suffix:
-            raise CommandError(f"{path} does not end in {suffix}", 2)
-        check_writable(path, args.force)
+        if (path := getattr(args, flag)) is not None:
+            check_writable(path, args.force, suffix)
     if args.png is not None:
         need_matplotlib()
 
