@@ -7,6 +7,7 @@ import asyncio
 import shutil
 import textwrap
 from contextlib import nullcontext
+from itertools import zip_longest
 from pathlib import Path
 
 from rheostat import aio
@@ -110,8 +111,7 @@ def _columns(tone: _tone.Tone) -> str:
     lines.append("  ".join("-" * column for _ in titles))
     for prompt, texts in tone.texts.items():
         cells = [textwrap.wrap(f"{prompt}{text}", column) or [""] for text in texts]
-        for number in range(max(map(len, cells))):
-            row = [cell[number] if number < len(cell) else "" for cell in cells]
+        for row in zip_longest(*cells, fillvalue=""):
             lines.append("  ".join(part.ljust(column) for part in row).rstrip())
         lines.append("")
     return "\n".join(lines).rstrip()
