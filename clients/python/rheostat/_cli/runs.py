@@ -115,8 +115,7 @@ def run_get(args: argparse.Namespace) -> int:
         run = engine.run(args.id)
         rows = engine.read_run(run, args.points, args.layers)
     save_run(path, run, rows)
-    first = next(iter(rows))
-    count, width = rows[first].shape
+    count, width = next(iter(rows.values())).shape
     print(f"{path}  {len(rows)} x {run.dtype or 'float32'} [{count}, {width}]")
     return 0
 
