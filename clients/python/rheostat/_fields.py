@@ -7,7 +7,7 @@ Errors that protobuf raises never leave this package: common mistakes are checke
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
 from functools import wraps
@@ -29,6 +29,7 @@ _PROBE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _Parameters = ParamSpec("_Parameters")
 _Message = TypeVar("_Message")
 _Result = TypeVar("_Result")
+_Item = TypeVar("_Item")
 Number = TypeVar("Number", bound=int)
 
 
@@ -83,6 +84,12 @@ def flag(given: object, path: str, name: str) -> bool:
     if given not in (None, True, False):
         raise invalid(path, f"{name} is True or False, not {given!r}")
     return bool(given)
+
+
+def with_paths(items: Iterable[_Item], path: str) -> Iterator[tuple[_Item, str]]:
+    """Each item of a repeated field with its own path, as "interventions[0]"."""
+    for number, item in enumerate(items):
+        yield item, f"{path}[{number}]"
 
 
 def word(given: object, words: Mapping[str, Number], path: str) -> Number:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, NoReturn, TypeAlias, get_args
 
 from rheostat._errors import invalid
-from rheostat._fields import checks_arguments, flag, probe_name, whole_number, word
+from rheostat._fields import checks_arguments, flag, probe_name, whole_number, with_paths, word
 from rheostat._points import (
     Layers,
     LayersLike,
@@ -288,11 +288,9 @@ class Gate(_Uncombined):
 
     def to_wire(self, path: str) -> gate_pb2.Gate:
         """The message; ``path`` names it in errors."""
+        numbered = with_paths(self.conditions, f"{path}.conditions")
         message = gate_pb2.Gate(
-            conditions=[
-                condition.to_wire(f"{path}.conditions[{number}]")
-                for number, condition in enumerate(self.conditions)
-            ],
+            conditions=[condition.to_wire(at) for condition, at in numbered],
             combine=word(self.combine, COMBINES, f"{path}.combine"),
             invert=flag(self.invert, f"{path}.invert", "invert"),
             signals=flag(self.signals, f"{path}.signals", "signals"),

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rheostat._errors import Unimplemented
+from rheostat._fields import with_paths
 from rheostat._notebook import table
 from rheostat._points import read_site_set
 from rheostat._selectors import from_wire as selector_from_wire
@@ -65,15 +66,13 @@ def read_global(message: steering_service_pb2.GetGlobalResponse) -> GlobalSteeri
     Raises Unimplemented for parts that this client lacks, because setting the result again would
     remove them.
     """
+    policy = message.policy
     probes = {
-        probe.name: read_probe(probe, f"probes[{number}]", name=probe.name)
-        for number, probe in enumerate(message.policy.probes)
+        probe.name: read_probe(probe, path, name=probe.name)
+        for probe, path in with_paths(policy.probes, "probes")
     }
     return GlobalSteering(
-        interventions=tuple(
-            _read_intervention(intervention, probes, f"interventions[{number}]")
-            for number, intervention in enumerate(message.policy.steering.interventions)
-        ),
+        interventions=_read_interventions(policy.steering, probes, "interventions"),
         version=message.version,
         set_time=(
             message.set_time.ToDatetime(tzinfo=datetime.UTC)
@@ -81,8 +80,7 @@ def read_global(message: steering_service_pb2.GetGlobalResponse) -> GlobalSteeri
             else None
         ),
         rules=tuple(
-            _read_rule(rule, probes, f"rules[{number}]")
-            for number, rule in enumerate(message.policy.rules)
+            _read_rule(rule, probes, path) for rule, path in with_paths(policy.rules, "rules")
         ),
     )
 
@@ -106,12 +104,7 @@ def _read_rule(message: monitor_pb2.Rule, probes: Mapping[str, Probe], path: str
             dropped = stop.drop_sampled if stop.HasField("drop_sampled") else True
             action = Stop(stop.label, dropped, stop.all_samples)
         case "steer":
-            action = Steer(
-                tuple(
-                    _read_intervention(intervention, {}, f"{path}.steer.interventions[{number}]")
-                    for number, intervention in enumerate(message.steer.interventions)
-                )
-            )
+            action = Steer(_read_interventions(message.steer, {}, f"{path}.steer.interventions"))
         case "gain":
             action = Gain(message.gain.factor, tuple(message.gain.interventions))
         case _:
@@ -124,6 +117,13 @@ def _read_rule(message: monitor_pb2.Rule, probes: Mapping[str, Probe], path: str
         message.threshold if message.HasField("threshold") else None,
         read_hold(message.hold) if message.HasField("hold") else None,
     )
+
+
+def _read_interventions(
+    message: steering_pb2.Steering, probes: Mapping[str, Probe], path: str
+) -> tuple[Intervention, ...]:
+    numbered = with_paths(message.interventions, path)
+    return tuple(_read_intervention(intervention, probes, at) for intervention, at in numbered)
 
 
 def _read_intervention(
@@ -157,8 +157,8 @@ def _read_op(message: steering_pb2.Intervention, path: str) -> Intervention:
                 ablate.strength if ablate.HasField("strength") else 1.0,
             )
         case "clamp":
-            bands = enumerate(message.clamp.bands)
-            return Clamp(tuple(_read_band(band, f"{path}.bands[{i}]") for i, band in bands))
+            bands = with_paths(message.clamp.bands, f"{path}.bands")
+            return Clamp(tuple(_read_band(band, at) for band, at in bands))
         case "scale":
             scaled = message.scale
             read = _read_readout(scaled.read, f"{path}.read")

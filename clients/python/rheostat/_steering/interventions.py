@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from numbers import Real
 
 from rheostat._errors import invalid
-from rheostat._fields import flag
+from rheostat._fields import flag, with_paths
 from rheostat._points import Layers
 from rheostat._steering.readouts import Readout
 from rheostat._steering.vectors import Intervention, Vector, finite, finite_or_none, labels, row_ref
@@ -65,12 +65,10 @@ class Ablate(Intervention):
     def _op(self, path: str, layers: Layers) -> steering_pb2.Intervention:
         path = f"{path}.ablate"
         _few(len(self.directions), f"{path}.directions", "directions")
+        numbered = with_paths(self.directions, f"{path}.directions")
         return steering_pb2.Intervention(
             ablate=steering_pb2.Ablate(
-                directions=[
-                    _direction(direction, layers, f"{path}.directions[{number}]")
-                    for number, direction in enumerate(self.directions)
-                ],
+                directions=[_direction(direction, layers, at) for direction, at in numbered],
                 strength=fraction(self.strength, f"{path}.strength", "strength"),
             )
         )
@@ -144,14 +142,8 @@ class Clamp(Intervention):
     def _op(self, path: str, layers: Layers) -> steering_pb2.Intervention:
         path = f"{path}.clamp.bands"
         _few(len(self.bands), path, "bands")
-        return steering_pb2.Intervention(
-            clamp=steering_pb2.Clamp(
-                bands=[
-                    band.to_wire(f"{path}[{number}]", layers)
-                    for number, band in enumerate(self.bands)
-                ]
-            )
-        )
+        bands = [band.to_wire(at, layers) for band, at in with_paths(self.bands, path)]
+        return steering_pb2.Intervention(clamp=steering_pb2.Clamp(bands=bands))
 
     def _text(self) -> str:
         return f"clamp {', '.join(str(band) for band in self.bands)}"

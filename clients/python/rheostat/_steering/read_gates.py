@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 from rheostat._errors import ServerError, Unimplemented
+from rheostat._fields import with_paths
 from rheostat._points import read_site_set
 from rheostat._selectors import from_wire as selector_from_wire
 from rheostat._steering.gates import (
@@ -86,11 +87,10 @@ def read_conditions(
 ) -> tuple[Condition, ...]:
     """The conditions of a gate or a rule."""
     conditions = []
-    for index, condition in enumerate(messages):
+    for condition, at in with_paths(messages, f"{path}.conditions"):
         if condition.probe_name not in probes:
             raise ServerError(f"the server sent no probe {condition.probe_name!r}")
-        probe = probes[condition.probe_name]
-        conditions.append(read_condition(condition, probe, f"{path}.conditions[{index}]"))
+        conditions.append(read_condition(condition, probes[condition.probe_name], at))
     return tuple(conditions)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from rheostat._errors import InvalidRequest, invalid
-from rheostat._fields import flag, probe_name, utf8_text, word
+from rheostat._fields import flag, probe_name, utf8_text, with_paths, word
 from rheostat._steering.gates import COMBINES, Combine, Condition, Hold, Probe, hold_to_wire
 from rheostat._steering.steering import SteeringLike, indices_of, steering_to_wire
 from rheostat._steering.vectors import Intervention, finite, finite_or_none
@@ -101,12 +101,10 @@ class Rule:
 
         Raises InvalidRequest if the name is not valid, or a number is out of range.
         """
+        numbered = with_paths(self.conditions, f"{path}.conditions")
         message = monitor_pb2.Rule(
             name=probe_name(self.name, f"{path}.name"),
-            conditions=[
-                condition.to_wire(f"{path}.conditions[{number}]")
-                for number, condition in enumerate(self.conditions)
-            ],
+            conditions=[condition.to_wire(at) for condition, at in numbered],
             combine=word(self.combine, COMBINES, f"{path}.combine"),
             threshold=finite_or_none(self.threshold, f"{path}.threshold", "threshold"),
             hold=None if self.hold is None else hold_to_wire(self.hold, f"{path}.hold"),
@@ -141,10 +139,10 @@ def _steering_to_wire(steering: SteeringLike, path: str) -> steering_pb2.Steerin
     message = steering_to_wire(steering, path)
     if message is None:
         raise invalid(path, "at least one intervention is required", "REASON_MISSING_FIELD")
-    for number, intervention in enumerate(message.interventions):
+    for intervention, at in with_paths(message.interventions, path):
         if intervention.HasField("gate"):
             raise invalid(
-                f"{path}[{number}].gate",
+                f"{at}.gate",
                 "what a rule steers has no gate of its own: the rule decides when it acts",
             )
     return message
@@ -160,15 +158,13 @@ def rules_of(rules: RulesLike) -> tuple[Rule, ...]:
     Raises InvalidRequest if one of them is no rule, or takes something else than conditions.
     """
     listed = () if rules is None else (rules,) if isinstance(rules, Rule) else tuple(rules)
-    for number, rule in enumerate(listed):
+    for rule, at in with_paths(listed, "rules"):
         if not isinstance(rule, Rule):
-            raise invalid(
-                f"rules[{number}]", f"a rule is a rheostat.Rule, not {type(rule).__name__}"
-            )
+            raise invalid(at, f"a rule is a rheostat.Rule, not {type(rule).__name__}")
         for condition in rule.conditions:
             if not isinstance(condition, Condition):
                 raise invalid(
-                    f"rules[{number}].conditions",
+                    f"{at}.conditions",
                     "a rule takes conditions, such as probe.above(2), not "
                     f"{type(condition).__name__}",
                 )
@@ -190,9 +186,9 @@ def probes_to_wire(
     if probes is not None and not isinstance(probes, Iterable | Probe):
         raise _not_a_probe(probes, "probes")
     sent = () if probes is None else (probes,) if isinstance(probes, Probe) else tuple(probes)
-    for number, probe in enumerate(sent):
+    for probe, at in with_paths(sent, "probes"):
         if not isinstance(probe, Probe):
-            raise _not_a_probe(probe, f"probes[{number}]")
+            raise _not_a_probe(probe, at)
     ruled = [condition.probe for rule in rules for condition in rule.conditions]
     messages = [
         *(probe.to_wire(f"probe {probe.name!r}") for probe in sent),

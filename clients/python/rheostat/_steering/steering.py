@@ -11,7 +11,7 @@ from numbers import Real
 from typing import TypeAlias, overload
 
 from rheostat._errors import InvalidRequest, invalid
-from rheostat._fields import builds_message, whole_number
+from rheostat._fields import builds_message, whole_number, with_paths
 from rheostat._steering.interventions import Ablate, Band, Clamp, NormAdd, Scale
 from rheostat._steering.readouts import Readout
 from rheostat._steering.vectors import DOSE, Add, Intervention, Vector, VectorSource
@@ -156,12 +156,8 @@ def steering_to_wire(
             path,
             f"{len(interventions)} interventions; at most {_MOST_INTERVENTIONS} go together",
         )
-    return steering_pb2.Steering(
-        interventions=[
-            intervention.to_wire(f"{path}[{number}]")
-            for number, intervention in enumerate(interventions)
-        ]
-    )
+    messages = [intervention.to_wire(at) for intervention, at in with_paths(interventions, path)]
+    return steering_pb2.Steering(interventions=messages)
 
 
 def interventions_of(steering: object, path: str = "steering") -> tuple[Intervention, ...]:
@@ -223,7 +219,7 @@ def indices_of(given: object, path: str, what: str) -> list[int]:
         raise invalid(
             path, f"interventions is a list of their indices, such as [0, 2], not {given!r}"
         )
-    return [whole_number(index, f"{path}[{number}]", what) for number, index in enumerate(given)]
+    return [whole_number(index, at, what) for index, at in with_paths(given, path)]
 
 
 def gain_to_wire(factor: float, interventions: Iterable[int]) -> gain_pb2.Gain:
