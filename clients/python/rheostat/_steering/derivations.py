@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Literal, TypeAlias
 
 from rheostat._errors import Refused, ServerError
@@ -91,12 +92,8 @@ class Derivation(VectorSource):
         return row
 
     def _best(self) -> DerivedRow | None:
-        measured = [
-            (row.separation, -number)
-            for number, row in enumerate(self.rows)
-            if row.separation is not None
-        ]
-        return self.rows[-max(measured)[1]] if measured else None
+        measured = [row for row in self.rows if row.separation is not None]
+        return max(measured, key=attrgetter("separation"), default=None)
 
     def __str__(self) -> str:
         best = self._best()
