@@ -23,6 +23,7 @@ from rheostat._errors import InvalidRequest, invalid
 
 UINT32 = 2**32 - 1
 UINT64 = 2**64 - 1
+_LARGEST_FLOAT32 = float.fromhex("0x1.fffffep127")
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 _PROBE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -154,6 +155,11 @@ def utf8_text(value: object, path: str, what: str) -> str:
             "UTF-8 cannot encode: remove it, or decode the bytes with their own encoding",
         ) from None
     return value
+
+
+def is_finite(number: float) -> bool:
+    """Whether a number is finite in float32, as the numbers of requests must be."""
+    return abs(number) <= _LARGEST_FLOAT32  # false for nan
 
 
 def vector_name(name: str, path: str = "name") -> str:

@@ -24,7 +24,7 @@ from rheostat._points import LayersLike
 Subparsers: TypeAlias = "argparse._SubParsersAction[Parser]"
 """The argparse action to which a command adds its parser."""
 
-_LARGEST_FLOAT32 = float.fromhex("0x1.fffffep127")
+_LAYERS = re.compile(r"(\d+)(?:-(\d+))?")
 _MOST_LAYERS = 1024
 _CHOICE = re.compile(r"argument (\S+): invalid choice: '(.*)' \(choose from (.*)\)", re.DOTALL)
 _NUMBER = re.compile(r"-?\d*\.?\d+")
@@ -224,11 +224,6 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def is_finite(number: float) -> bool:
-    """Whether a number is finite in float32, as the numbers of requests must be."""
-    return abs(number) <= _LARGEST_FLOAT32  # false for nan
-
-
 def add_label(parser: argparse._ActionsContainer, help: str) -> None:
     """Add ``--label KEY=VALUE``, which may be repeated, to a command or to a group of flags."""
     parser.add_argument("--label", action="append", type=_label, metavar="KEY=VALUE", help=help)
@@ -252,14 +247,26 @@ def layers(text: str) -> LayersLike:
     if text == "all":
         return "all"
     numbers: list[int] = []
-    for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise argparse.ArgumentTypeError(f'layers are "all", 3, 2-5 or 0,4,7-9, not {text!r}')
-        layer_range = range(int(first), int(last if dash else first) + 1)
-        if not layer_range:
-            raise argparse.ArgumentTypeError(f"{part.strip()} counts down: write {last}-{first}")
-        if len(numbers) + (layer_range.stop - layer_range.start) > _MOST_LAYERS:
+    for first, last in ranges(text, _LAYERS, 'layers are "all", 3, 2-5 or 0,4,7-9'):
+        if len(numbers) + last + 1 - first > _MOST_LAYERS:
             raise argparse.ArgumentTypeError(f"these are more than {_MOST_LAYERS} layers")
-        numbers.extend(layer_range)
+        numbers.extend(range(first, last + 1))
     return numbers
+
+
+def ranges(text: str, one: re.Pattern[str], expected: str) -> Iterator[tuple[int, int]]:
+    """The first and the last number of each part of a list, such as "3", "2-5" or "0,3-5".
+
+    Args:
+        text: the list.
+        one: matches a part; its groups are the first number and, if it is there, the last.
+        expected: begins the error for a part that is malformed.
+    """
+    for part in map(str.strip, text.split(",")):
+        match = one.fullmatch(part)
+        if match is None:
+            raise argparse.ArgumentTypeError(f"{expected}, not {text!r}")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if (first < 0) == (last < 0) and last < first:
+            raise argparse.ArgumentTypeError(f"{part} counts down: write {last}-{first}")
+        yield first, last

@@ -11,9 +11,10 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple, NoReturn
 
-from rheostat._cli._common import CommandError, is_finite, layers, points
+from rheostat._cli._common import CommandError, layers, points
 from rheostat._cli._stored import stored
 from rheostat._client.engine import Engine
+from rheostat._fields import is_finite
 from rheostat._points import show_layers
 from rheostat._steering.interventions import Band, Clamp
 from rheostat._steering.steering import ablate, norm_add, scale

@@ -14,7 +14,7 @@ from typing import TypeAlias
 import numpy as np
 
 from rheostat._capture.activations import IntArray
-from rheostat._cli._common import is_finite
+from rheostat._fields import is_finite
 from rheostat._responses.signals import column_numbers
 from rheostat._steering.gates import Condition, Pool, Probe
 from rheostat._watches.events import Readings

@@ -24,6 +24,7 @@ from rheostat._cli._common import (
     layers,
     need_matplotlib,
     points,
+    ranges,
     warn,
     writing,
 )
@@ -316,15 +317,8 @@ def _print(result: SweepResult) -> None:
 
 def _positions(text: str) -> Selector:
     """Parses positions: "3", "-1", "0,3-5" or "-3--1"; both ends are included."""
-    windows: list[Selector] = []
-    for part in text.split(","):
-        match = _POSITIONS.fullmatch(part.strip())
-        if match is None:
-            raise argparse.ArgumentTypeError(f"positions are 3, -1, 2-5 or 0,3-5,-1, not {text!r}")
-        first, last = int(match[1]), int(match[2] or match[1])
-        if (first < 0) == (last < 0) and last < first:
-            raise argparse.ArgumentTypeError(f"{part.strip()} counts down: write {last}-{first}")
-        windows.append(window(first, None if last == -1 else last + 1))
+    spans = ranges(text, _POSITIONS, "positions are 3, -1, 2-5 or 0,3-5,-1")
+    windows = (window(first, None if last == -1 else last + 1) for first, last in spans)
     return reduce(or_, windows)
 
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from rheostat._arrays import ArrayLike, Element, VectorData, read_element, vector_data
 from rheostat._errors import Refused, invalid
-from rheostat._fields import checks_arguments, counted, vector_digest, vector_name
+from rheostat._fields import checks_arguments, counted, is_finite, vector_digest, vector_name
 from rheostat._points import (
     Layers,
     LayersLike,
@@ -35,7 +35,6 @@ from rheostat_wire.dtypes import FloatArray
 from rheostat_wire.v1 import gate_pb2, steering_pb2, steering_service_pb2, vector_pb2
 
 _Default = TypeVar("_Default", tuple[Point, ...], Layers)
-_LARGEST_FLOAT32 = float.fromhex("0x1.fffffep127")
 _ZERO_FLOAT32 = 2.0**-150
 """Largest number that float32 rounds to 0."""
 
@@ -579,7 +578,7 @@ def finite(number: float, path: str, what: str) -> float:
         value = float("inf")
     except (TypeError, ValueError):
         raise invalid(path, f"the {what} is a number, not {number!r}") from None
-    if not abs(value) <= _LARGEST_FLOAT32:
+    if not is_finite(value):
         raise invalid(path, f"the {what} is not finite", "REASON_NON_FINITE")
     if 0 < abs(value) <= _ZERO_FLOAT32:
         raise invalid(path, f"the {what} {value:g} is 0 in float32: write 0, or 1e-45 and above")
