@@ -25,7 +25,7 @@ Align: TypeAlias = Literal["identity", "affixes"]
 the longest common prefix of both prompts' tokens, then the longest common suffix; a position
 between them has no partner and is refused."""
 
-_ALIGNMENTS = {
+ALIGNMENTS = {
     "identity": replace_pb2.ALIGNMENT_IDENTITY,
     "affixes": replace_pb2.ALIGNMENT_AFFIXES,
 }
@@ -292,7 +292,7 @@ def _run_source(source: FromRun) -> replace_pb2.RunSource:
     if source.positions is not None:
         message.positions.positions.extend(source.positions)
     else:
-        message.alignment = _ALIGNMENTS[source.align]
+        message.alignment = ALIGNMENTS[source.align]
     return message
 
 

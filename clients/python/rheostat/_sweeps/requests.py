@@ -11,18 +11,15 @@ from rheostat._points import LayersLike, PointsLike, layers_of, points_of, site_
 from rheostat._runs import lease_duration
 from rheostat._selectors import SelectorLike, selector_of, to_wire
 from rheostat._steering.interventions import fraction
+from rheostat._steering.replacements import ALIGNMENTS
 from rheostat._steering.steering import SteeringLike, steering_to_wire
 from rheostat._sweeps.grades import NamedGrade
 from rheostat._sweeps.pairs import Pair, TokenIds, pair_to_wire
-from rheostat_wire.v1 import replace_pb2, sweep_pb2, sweep_service_pb2
+from rheostat_wire.v1 import sweep_pb2, sweep_service_pb2
 
 _DIRECTIONS = {
     "denoise": sweep_pb2.SWEEP_DIRECTION_DENOISE,
     "noise": sweep_pb2.SWEEP_DIRECTION_NOISE,
-}
-_ALIGNMENTS = {
-    "identity": replace_pb2.ALIGNMENT_IDENTITY,
-    "affixes": replace_pb2.ALIGNMENT_AFFIXES,
 }
 _PRIORITIES = {
     "background": sweep_pb2.SWEEP_PRIORITY_BACKGROUND,
@@ -132,7 +129,7 @@ def sweep_request(
     if "direction" in options:
         request.direction = word(options["direction"], _DIRECTIONS, "direction")
     if "align" in options:
-        request.alignment = word(options["align"], _ALIGNMENTS, "align")
+        request.alignment = word(options["align"], ALIGNMENTS, "align")
     if "priority" in options:
         request.priority = word(options["priority"], _PRIORITIES, "priority")
     if "keep_runs" in options:
