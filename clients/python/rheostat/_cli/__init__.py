@@ -1,4 +1,6 @@
-"""The command ``rheostat``: one module per subcommand. An error is one line, never a traceback.
+"""The command ``rheostat``: a module for each subcommand. An error is one line, never a traceback.
+
+``global_steering`` is the command ``global``, and ``derive`` an action of ``vectors``.
 
 Exit codes: 0 done, 1 failed, 2 wrong command line, 129, 130 and 143 ended by SIGHUP, SIGINT and
 SIGTERM, 141 stdout was closed.
@@ -17,10 +19,10 @@ from rheostat._cli import (
     conditions,
     demo,
     generate,
+    global_steering,
     info,
     runs,
     serve,
-    steering,
     subscribe,
     sweep,
     vectors,
@@ -77,7 +79,7 @@ The guide is docs/client.md of the project.""",
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     modules = (
         *(serve, generate, sweep, vectors, conditions, runs),
-        *(steering, subscribe, watch, info, demo, bench),
+        *(global_steering, subscribe, watch, info, demo, bench),
     )
     for module in modules:
         module.add(commands)
