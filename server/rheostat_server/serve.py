@@ -51,7 +51,9 @@ from rheostat_server.front_ends.supervisor import FrontEnds
 from rheostat_server.generation import responses
 from rheostat_server.prompts.prompts import Prompts
 from rheostat_server.requests.manager import RequestManager
-from rheostat_server.sinks import Sinks, SinkSettingsError, parse_sink
+from rheostat_server.sinks import SinkSettingsError
+from rheostat_server.sinks.registry import Sinks
+from rheostat_server.sinks.settings import parse_sink
 from rheostat_server.subscriptions.shared_memory import sweep
 from rheostat_server.tasks.garbage import collect_in_time, collect_rarely
 from rheostat_server.tasks.open_files import raise_descriptor_limit

@@ -60,7 +60,7 @@ from rheostat_server.monitors.watch import Watch
 from rheostat_server.prompts.prompts import Prompts, PromptTokens
 from rheostat_server.runs.store import RunStore
 from rheostat_server.selectors.selection import SelectionContext, needs_text
-from rheostat_server.sinks import Sinks
+from rheostat_server.sinks.registry import Sinks
 from rheostat_server.steering.controlled import (
     ControlledBy,
     Controllers,

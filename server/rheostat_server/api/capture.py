@@ -8,8 +8,8 @@ from rheostat_server.api.paging import fitting, from_token, no_token, page_size,
 from rheostat_server.api.readiness import Readiness
 from rheostat_server.api.rpc import Context
 from rheostat_server.errors import MissingField, WarmingUp
-from rheostat_server.sinks import to_artifact, to_wire_layout
 from rheostat_server.sinks.guarded import ArtifactKey, SinkArtifact
+from rheostat_server.sinks.wire import to_artifact, to_wire_layout
 from rheostat_server.subscriptions.call import subscribe
 from rheostat_server.subscriptions.event_stream import Outgoing
 from rheostat_server.subscriptions.registry import gone_with_its_server

@@ -22,8 +22,9 @@ from rheostat_server.runs.targets import RunTarget, run_target
 from rheostat_server.selectors.selection import Selection, SelectionContext, resolve_where
 from rheostat_server.selectors.sites import of_routers, resolve_sites, width_of, write_site
 from rheostat_server.selectors.spans import clipped, length
-from rheostat_server.sinks import Sinks, encoding_of, group_targets
 from rheostat_server.sinks import Target as SinkTarget
+from rheostat_server.sinks.registry import Sinks
+from rheostat_server.sinks.wire import encoding_of, group_targets
 from rheostat_server.tensors import FloatType, float_type
 from rheostat_server.validation import field_path
 from rheostat_server.vectors.store import Vector, VectorView

@@ -68,7 +68,7 @@ from rheostat_server.requests.steering_control import SteeringControl
 from rheostat_server.requests.watched_requests import WatchedRequests
 from rheostat_server.runs.store import RunStore
 from rheostat_server.selectors.selection import typical_context
-from rheostat_server.sinks import Sinks
+from rheostat_server.sinks.registry import Sinks
 from rheostat_server.steering.controlled import Controllers
 from rheostat_server.subscriptions.registry import Subscriptions
 from rheostat_server.tasks.kept import keep

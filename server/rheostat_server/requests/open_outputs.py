@@ -21,7 +21,7 @@ from rheostat_server.requests.sink_writer import (
     open_recording,
 )
 from rheostat_server.runs.store import RunStore
-from rheostat_server.sinks import Sinks
+from rheostat_server.sinks.registry import Sinks
 from rheostat_server.subscriptions.registry import Subscriptions
 from rheostat_server.tensors import FloatType
 from rheostat_wire.v1 import capture_pb2

@@ -26,16 +26,15 @@ from rheostat_server.selectors.sites import from_wire
 from rheostat_server.sinks import (
     CaptureAbout,
     Ending,
-    GuardedRecording,
     Outcome,
     ReadoutAbout,
     RequestAbout,
     RowBlock,
-    Sinks,
     Target,
-    block_of,
-    encoding_of,
 )
+from rheostat_server.sinks.guarded import GuardedRecording
+from rheostat_server.sinks.registry import Sinks
+from rheostat_server.sinks.wire import block_of, encoding_of
 from rheostat_server.tasks.offload import on_pool
 from rheostat_wire.v1 import types_pb2
 

@@ -5,20 +5,19 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint
 
 from rheostat_server.sinks import (
-    GROUP,
     Artifact,
     Layout,
     Outcome,
     RequestAbout,
     RowBlock,
-    SinkConfig,
-    Sinks,
     State,
     Target,
     registry,
 )
 from rheostat_server.sinks.conformance import COMPLETE
+from rheostat_server.sinks.registry import GROUP, Sinks
 from rheostat_server.sinks.samples import blocks
+from rheostat_server.sinks.settings import SinkConfig
 from rheostat_wire.v1 import capture_pb2
 
 from .messages import site_set

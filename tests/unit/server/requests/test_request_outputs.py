@@ -6,12 +6,8 @@ import threading
 import pytest
 
 from rheostat_server.errors import Draining
-from rheostat_server.sinks import (
-    Artifact,
-    RequestAbout,
-    SinkFailed,
-    registry,
-)
+from rheostat_server.sinks import Artifact, RequestAbout, registry
+from rheostat_server.sinks.guarded import SinkFailed
 from rheostat_server.subscriptions.call import subscribe
 from rheostat_wire.v1 import capture_pb2, capture_service_pb2, generation_service_pb2
 

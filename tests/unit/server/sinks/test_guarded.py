@@ -7,22 +7,11 @@ from pathlib import Path
 import pytest
 
 from rheostat_server import errors
-from rheostat_server.sinks import (
-    Artifact,
-    Ending,
-    Layout,
-    Outcome,
-    Point,
-    SinkArtifact,
-    SinkError,
-    SinkFailed,
-    Sinks,
-    Site,
-    State,
-    parse_sink,
-)
-from rheostat_server.sinks.guarded import RecentArtifacts
+from rheostat_server.sinks import Artifact, Ending, Layout, Outcome, Point, SinkError, Site, State
+from rheostat_server.sinks.guarded import RecentArtifacts, SinkArtifact, SinkFailed
+from rheostat_server.sinks.registry import Sinks
 from rheostat_server.sinks.samples import CAPTURES, blocks, request
+from rheostat_server.sinks.settings import parse_sink
 
 from ..sink_plugins import Broken, failing, recorded, with_plugin
 

@@ -7,19 +7,9 @@ from pathlib import Path
 import pytest
 
 from rheostat_server import errors
-from rheostat_server.sinks import (
-    GROUP,
-    Layout,
-    SinkConfig,
-    SinkListing,
-    SinkRefusal,
-    Sinks,
-    SinkSettingsError,
-    Target,
-    find_plugins,
-    parse_sink,
-)
-from rheostat_server.sinks.registry import BUILT_IN
+from rheostat_server.sinks import Layout, SinkRefusal, SinkSettingsError, Target
+from rheostat_server.sinks.registry import BUILT_IN, GROUP, SinkListing, Sinks, find_plugins
+from rheostat_server.sinks.settings import SinkConfig, parse_sink
 from rheostat_wire.v1 import capture_pb2
 
 from ..sink_plugins import Broken, failing, with_plugin

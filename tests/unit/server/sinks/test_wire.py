@@ -16,19 +16,21 @@ from rheostat_server.sinks import (
     Layout,
     Outcome,
     RowBlock,
-    SinkArtifact,
     SinkError,
-    Sinks,
     Target,
+)
+from rheostat_server.sinks.guarded import SinkArtifact
+from rheostat_server.sinks.memory import Memory
+from rheostat_server.sinks.registry import Sinks
+from rheostat_server.sinks.samples import SITES, block, request
+from rheostat_server.sinks.settings import parse_sink
+from rheostat_server.sinks.wire import (
     block_of,
     encoding_of,
     group_targets,
-    parse_sink,
     to_artifact,
     to_wire_layout,
 )
-from rheostat_server.sinks.memory import Memory
-from rheostat_server.sinks.samples import SITES, block, request
 from rheostat_server.tensors import stack_rows
 from rheostat_wire.v1 import capture_pb2, capture_service_pb2, tensor_pb2, types_pb2
 
