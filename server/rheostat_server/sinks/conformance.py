@@ -8,7 +8,7 @@ A broken rule raises NotConforming. Every rule checks all layouts of the sink.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ from rheostat_server.sinks.protocol import (
     Ending,
     Layout,
     Outcome,
+    Recording,
     RequestAbout,
     RowBlock,
     Sink,
@@ -78,8 +79,7 @@ def rows_come_back_as_they_were(harness: Harness) -> None:
     """Every bit of every capture, sample, baseline and label is read back."""
     for sink, about in _each_layout(harness, "rows:1"):
         written = _record(sink, about)
-        if harness.read is not None:
-            _check_equal(harness.read(sink, about), written)
+        _check_read(harness, sink, about, written)
 
 
 def a_request_without_rows_can_be_finished(harness: Harness) -> None:
@@ -88,18 +88,13 @@ def a_request_without_rows_can_be_finished(harness: Harness) -> None:
         artifacts = sink.open(about).finish(COMPLETE)
         row_count = sum(artifact.rows for artifact in artifacts)
         _check(row_count == 0, "artefacts count rows that were never written")
-        if harness.read is not None:
-            _check_equal(harness.read(sink, about), [])
+        _check_read(harness, sink, about, [])
 
 
 def artifacts_say_what_they_hold(harness: Harness) -> None:
     """Rows, bytes, digests, states and relative paths are right, also in `artifacts()`."""
     for sink, about in _each_layout(harness, "described"):
-        written = list(blocks(about))
-        recording = sink.open(about)
-        for block in written:
-            recording.write(block)
-        artifacts = recording.finish(COMPLETE)
+        artifacts = _open_with(sink, about, blocks(about)).finish(COMPLETE)
         for artifact in artifacts:
             path = artifact.path
             _check(not {"", ".", ".."} & set(path.split("/")), f"{path} is not a relative path")
@@ -109,7 +104,7 @@ def artifacts_say_what_they_hold(harness: Harness) -> None:
                 _check(len(data) == artifact.length, f"{path} has {len(data)} bytes")
                 _check(hashlib.sha256(data).digest() == artifact.sha256, f"{path}: wrong SHA-256")
         if artifacts:
-            rows = sum(block.rows for block in written)
+            rows = sum(block.rows for block in blocks(about))
             counted = sum(artifact.rows for artifact in artifacts)
             _check(counted == rows, f"artefacts count {counted} rows of {rows}")
             listed = sink.artifacts(about.request_id)
@@ -124,16 +119,13 @@ def lost_rows_make_a_request_partial(harness: Harness) -> None:
             written = _record(sink, about, Outcome(ending, dropped_rows=3))
             states = {artifact.state for artifact in sink.artifacts(about.request_id)}
             _check(states <= {State.PARTIAL}, f"after {ending} artefacts are {sorted(states)}")
-            if harness.read is not None:
-                _check_equal(harness.read(sink, about), written)
+            _check_read(harness, sink, about, written)
 
 
 def nothing_can_be_found_before_the_end(harness: Harness) -> None:
     """Before `finish`, neither rows nor artefacts can be found."""
     for sink, about in _each_layout(harness, "early"):
-        recording = sink.open(about)
-        for block in blocks(about):
-            recording.write(block)
+        recording = _open_with(sink, about, blocks(about))
         _check_absent(harness, sink, about, "before finish()")
         recording.finish(COMPLETE)
 
@@ -141,14 +133,11 @@ def nothing_can_be_found_before_the_end(harness: Harness) -> None:
 def what_is_abandoned_is_gone(harness: Harness) -> None:
     """After `abandon`, nothing can be found, and the id can be used again."""
     for sink, about in _each_layout(harness, "abandoned"):
-        recording = sink.open(about)
-        for block in blocks(about):
-            recording.write(block)
+        recording = _open_with(sink, about, blocks(about))
         recording.abandon(OSError("made up"))
         _check_absent(harness, sink, about, "after abandon()")
         written = _record(sink, about)
-        if harness.read is not None:
-            _check_equal(harness.read(sink, about), written)
+        _check_read(harness, sink, about, written)
 
 
 def a_block_that_does_not_fit_is_refused(harness: Harness) -> None:
@@ -184,7 +173,7 @@ def nothing_is_overwritten(harness: Harness) -> None:
             pass
         else:
             raise NotConforming("the same request is stored twice")
-        _check_equal(harness.read(sink, about), written)
+        _check_read(harness, sink, about, written)
 
 
 def one_id_under_two_tags_is_two_requests(harness: Harness) -> None:
@@ -192,9 +181,8 @@ def one_id_under_two_tags_is_two_requests(harness: Harness) -> None:
     for sink, about in _each_layout(harness, "tagged"):
         other = request(about.request_id, about.target.layout, tag="other")
         written = _record(sink, about), _record(sink, other, seed=1)
-        if harness.read is not None:
-            _check_equal(harness.read(sink, about), written[0])
-            _check_equal(harness.read(sink, other), written[1])
+        _check_read(harness, sink, about, written[0])
+        _check_read(harness, sink, other, written[1])
 
 
 def recordings_go_on_side_by_side(harness: Harness) -> None:
@@ -204,8 +192,7 @@ def recordings_go_on_side_by_side(harness: Harness) -> None:
             abouts = [request(f"beside-{layout}-{number}", layout) for number in range(24)]
             records = pool.map(lambda pair: _record(sink, pair[1], seed=pair[0]), enumerate(abouts))
             for about, written in zip(abouts, list(records), strict=True):
-                if harness.read is not None:
-                    _check_equal(harness.read(sink, about), written)
+                _check_read(harness, sink, about, written)
 
 
 def ids_are_no_paths(harness: Harness) -> None:
@@ -216,20 +203,17 @@ def ids_are_no_paths(harness: Harness) -> None:
             abouts = [request(name, layout, tag=f"t-{layout}") for name in ids]
             records = [_record(sink, about, seed=seed) for seed, about in enumerate(abouts)]
             for about, written in zip(abouts, records, strict=True):
-                if harness.read is not None:
-                    _check_equal(harness.read(sink, about), written)
+                _check_read(harness, sink, about, written)
 
 
 def rows_are_left_as_they_are(harness: Harness) -> None:
     """The sink changes no array that it receives."""
     for sink, about in _each_layout(harness, "kept"):
         given, untouched = list(blocks(about)), list(blocks(about))
-        recording = sink.open(about)
         for block in given:
             for part in block.parts.values():
                 part.setflags(write=False)
-            recording.write(block)
-        recording.finish(COMPLETE)
+        _open_with(sink, about, given).finish(COMPLETE)
         _check_equal(given, untouched)
 
 
@@ -245,8 +229,7 @@ def what_is_finished_outlasts_the_sink(harness: Harness) -> None:
     if harness.lasting:
         with _open_sink(harness) as again:
             for about, written in recorded:
-                if harness.read is not None:
-                    _check_equal(harness.read(again, about), written)
+                _check_read(harness, again, about, written)
                 if harness.read_bytes is not None:
                     _check(again.artifacts(about.request_id) != [], "artefacts are not found again")
 
@@ -289,6 +272,14 @@ def _each_layout(harness: Harness, name: str) -> Iterator[tuple[Sink, RequestAbo
             yield sink, request(f"{name}.{layout}", layout)
 
 
+def _open_with(sink: Sink, about: RequestAbout, rows: Iterable[RowBlock]) -> Recording:
+    """A new recording to which rows were written."""
+    recording = sink.open(about)
+    for block in rows:
+        recording.write(block)
+    return recording
+
+
 def _record(
     sink: Sink, about: RequestAbout, outcome: Outcome = COMPLETE, seed: int = 0
 ) -> list[RowBlock]:
@@ -313,7 +304,7 @@ def _check_absent(harness: Harness, sink: Sink, about: RequestAbout, when: str) 
 _Key: TypeAlias = tuple[int, int, bool, str, int, str]
 
 
-def _arrays(rows: list[RowBlock]) -> dict[_Key, bytes]:
+def _arrays(rows: Sequence[RowBlock]) -> dict[_Key, bytes]:
     """The bytes of every column, by capture, sample, baseline, site and name."""
     parts: dict[_Key, list[bytes]] = {}
     for block in rows:
@@ -328,9 +319,18 @@ def _arrays(rows: list[RowBlock]) -> dict[_Key, bytes]:
     return {key: b"".join(datas) for key, datas in parts.items()}
 
 
-def _check_equal(stored: "list[RowBlock] | None", written: list[RowBlock]) -> None:
-    _check(stored is not None, "a finished request cannot be read")
-    assert stored is not None
+def _check_read(
+    harness: Harness, sink: Sink, about: RequestAbout, written: Sequence[RowBlock]
+) -> None:
+    """Checks the stored rows of a request, if rows of this sink can be read."""
+    if harness.read is not None:
+        stored = harness.read(sink, about)
+        if stored is None:
+            raise NotConforming("a finished request cannot be read")
+        _check_equal(stored, written)
+
+
+def _check_equal(stored: Sequence[RowBlock], written: Sequence[RowBlock]) -> None:
     left, right = _arrays(stored), _arrays(written)
     differing = sorted(key for key in left.keys() | right.keys() if left.get(key) != right.get(key))
     _check(not differing, f"stored rows differ from written rows: {differing[:3]}")
