@@ -169,7 +169,10 @@ class Scratch:
 
 
 class Writer:
-    """Writes to a file, and counts and hashes the bytes."""
+    """Writes to a file, and counts and hashes the bytes.
+
+    It has the file interface of zipfile without `seek`, so zipfile writes sizes after members.
+    """
 
     def __init__(self, file: int) -> None:
         self._file = file
@@ -183,6 +186,12 @@ class Writer:
         self._hash.update(view)
         self.count += len(view)
         return len(view)
+
+    def flush(self) -> None:
+        """Does nothing, because nothing is buffered."""
+
+    def close(self) -> None:
+        """Does nothing, because the caller closes the file."""
 
     @property
     def sha256(self) -> bytes:

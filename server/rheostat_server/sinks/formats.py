@@ -27,8 +27,6 @@ _SAFETENSORS = {
     "uint8": "U8",
 }  # fmt: skip
 _ALIGNED = 8
-_NPY = b"\x93NUMPY\x01\x00"
-_NPY_ALIGNED = 64
 
 
 class Format(StrEnum):
@@ -119,36 +117,17 @@ def _write_safetensors(
 
 
 def _write_npz(out: Writer, text: str, columns: Sequence[_NamedColumn], spool: int | None) -> None:
-    text_array = np.array(text)
-    with zipfile.ZipFile(_Unseekable(out), "w", zipfile.ZIP_STORED) as archive:
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as archive:
         with archive.open(zipfile.ZipInfo(f"{TEXT}.npy"), "w") as member:
-            member.write(_npy_header(text_array.dtype, ()) + text_array.tobytes())
+            np.save(member, np.array(text))
         for name, rows, values in columns:
-            kind = NUMPY[values.column.dtype]
+            kind, shape = NUMPY[values.column.dtype], (rows, *values.column.shape)
+            header = {"descr": kind.str, "fortran_order": False, "shape": shape}
             with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as member:
-                member.write(_npy_header(kind, (rows, *values.column.shape)))
+                # numpy has no types for this function.
+                np.lib.format.write_array_header_1_0(member, header)  # type: ignore[no-untyped-call]
                 for part in values.read(spool):
                     member.write(part)
-
-
-def _npy_header(kind: np.dtype[np.generic], shape: tuple[int, ...]) -> bytes:
-    """The header of an array in version 1.0 of the .npy format."""
-    header = repr({"descr": kind.str, "fortran_order": False, "shape": shape}).encode()
-    header += b" " * (-(len(_NPY) + 2 + len(header) + 1) % _NPY_ALIGNED) + b"\n"
-    return _NPY + len(header).to_bytes(2, "little") + header
-
-
-class _Unseekable:
-    """The file interface of zipfile, without `seek`, so zipfile writes sizes after members."""
-
-    def __init__(self, out: Writer) -> None:
-        self.write = out.write
-
-    def flush(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 _WRITERS: dict[Format, Callable[[Writer, str, Sequence[_NamedColumn], int | None], None]] = {
