@@ -8,7 +8,8 @@ time per recording.
 
 import logging
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from threading import Lock
 from typing import NamedTuple
@@ -144,10 +145,8 @@ class GuardedRecording:
             ) from error
         except Exception as error:  # a plugin may raise anything
             raise self._record_failure(error) from error
-        try:
-            self._pending = _pending_artifacts(self._recording.pending)
-        except Exception as error:  # as above
-            raise self._abandon(error) from error
+        with self._calling():
+            self._pending = [_pending_artifact(path) for path in self._recording.pending]
         recent.record(about, self._pending)
 
     @property
@@ -162,12 +161,9 @@ class GuardedRecording:
         Raises:
             SinkFailed: the sink failed, now or before.
         """
-        self._check_open()
-        if isinstance(self._recording, Buffering):
-            try:
+        with self._calling():
+            if isinstance(self._recording, Buffering):
                 self._recording.flush()
-            except Exception as error:  # as above
-                raise self._abandon(error) from error
 
     def write(self, block: RowBlock) -> None:
         """Passes rows to the sink.
@@ -175,11 +171,8 @@ class GuardedRecording:
         Raises:
             SinkFailed: the sink failed, now or before.
         """
-        self._check_open()
-        try:
+        with self._calling():
             self._recording.write(block)
-        except Exception as error:  # as above
-            raise self._abandon(error) from error
         self.rows += block.rows
 
     def finish(self, outcome: Outcome) -> list[Artifact]:
@@ -188,11 +181,8 @@ class GuardedRecording:
         Raises:
             SinkFailed: the sink failed, now or before, and has none of the rows.
         """
-        self._check_open()
-        try:
+        with self._calling():
             artifacts = list(self._recording.finish(outcome))
-        except Exception as error:  # as above
-            raise self._abandon(error) from error
         self._ended = True
         self._recent.record(self.about, artifacts)
         return artifacts
@@ -202,11 +192,17 @@ class GuardedRecording:
         if not self._ended:
             self._abandon(error)
 
-    def _check_open(self) -> None:
+    @contextmanager
+    def _calling(self) -> Iterator[None]:
+        """Makes any error of a call of the recording a failure. Raises SinkFailed."""
         if self.failure is not None:
             raise self.failure
         if self._ended:
             raise SinkFailed("the recording has ended")
+        try:
+            yield
+        except Exception as error:  # a plugin may raise anything
+            raise self._abandon(error) from error
 
     def _abandon(self, error: BaseException) -> SinkFailed:
         self._ended = True
@@ -231,15 +227,10 @@ class GuardedRecording:
         return self.failure
 
 
-def _pending_artifacts(paths: Sequence[str]) -> list[Artifact]:
-    return [
-        Artifact(path=path, media_type=_media_type(path), state=State.PENDING) for path in paths
-    ]
-
-
-def _media_type(path: str) -> str:
+def _pending_artifact(path: str) -> Artifact:
     ending = path.rpartition(".")[2]
-    return f"application/{'json' if ending == 'json' else f'x-{ending}'}"
+    media_type = f"application/{'json' if ending == 'json' else f'x-{ending}'}"
+    return Artifact(path=path, media_type=media_type, state=State.PENDING)
 
 
 def _public_text(error: BaseException) -> str:
