@@ -6,7 +6,7 @@ text lists the tables. Files are written in one pass, and only a part of a colum
 
 import json
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -51,7 +51,8 @@ def write_tables(
     out: Writer, kind: Format, about: RequestAbout, tables: Sequence[Table], spool: int | None
 ) -> None:
     """Writes a file with these tables. Raises OSError."""
-    _WRITERS[kind](out, _text(about, tables), _columns(tables), spool)
+    write = _write_npz if kind is Format.NPZ else _write_safetensors
+    write(out, _text(about, tables), _columns(tables), spool)
 
 
 def _text(about: RequestAbout, tables: Sequence[Table]) -> str:
@@ -128,9 +129,3 @@ def _write_npz(out: Writer, text: str, columns: Sequence[_NamedColumn], spool: i
                 np.lib.format.write_array_header_1_0(member, header)  # type: ignore[no-untyped-call]
                 for part in values.read(spool):
                     member.write(part)
-
-
-_WRITERS: dict[Format, Callable[[Writer, str, Sequence[_NamedColumn], int | None], None]] = {
-    Format.SAFETENSORS: _write_safetensors,
-    Format.NPZ: _write_npz,
-}
