@@ -24,7 +24,7 @@ REQUEST = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _PARTS = ".parts"
 _LOCK = ".lock"
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_READ_WRITE = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 _NAME_EXISTS = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
 
 
@@ -50,8 +50,7 @@ class Root:
             raise _unusable(path, error) from error
         self._open = True
         try:
-            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-            self._lock = os.open(_LOCK, flags, 0o644, dir_fd=self._folder)
+            self._lock = os.open(_LOCK, _READ_WRITE | os.O_CREAT, 0o644, dir_fd=self._folder)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             with self.folder(_PARTS, make=True) as parts:
                 for name in os.listdir(parts):
@@ -108,10 +107,6 @@ class Root:
         except (FileNotFoundError, NoFolder):
             return []
 
-    def scratch(self) -> "Scratch":
-        """A new folder for unfinished files."""
-        return Scratch(self)
-
 
 class Scratch:
     """A folder in `.parts`, which is published or discarded."""
@@ -119,6 +114,8 @@ class Scratch:
     def __init__(self, root: Root) -> None:
         self._root = root
         self.name = uuid4().hex
+        self.spooled = False
+        """Whether it has a file `spool`."""
         with root.folder(_PARTS) as parts:
             os.mkdir(self.name, 0o755, dir_fd=parts)
         self._open = True
@@ -126,17 +123,20 @@ class Scratch:
     def create(self, name: str) -> int:
         """The descriptor of a new file."""
         with self._root.folder(_PARTS, self.name) as folder:
-            return os.open(name, _NEW, 0o644, dir_fd=folder)
+            return create_file(name, folder)
 
-    def reopen(self, name: str) -> int:
-        """The descriptor of an existing file, for reading and writing."""
+    def spool(self) -> int:
+        """The descriptor of the file `spool`, which the first call creates."""
+        open_file = reopen_file if self.spooled else create_file
         with self._root.folder(_PARTS, self.name) as folder:
-            return reopen_file(name, folder)
+            file = open_file("spool", folder)
+        self.spooled = True
+        return file
 
-    def remove(self, name: str) -> None:
-        """Deletes a file."""
+    def remove_spool(self) -> None:
+        """Deletes the file `spool`."""
         with self._root.folder(_PARTS, self.name) as folder:
-            os.unlink(name, dir_fd=folder)
+            os.unlink("spool", dir_fd=folder)
 
     def publish(self, name: str, *folder: str) -> None:
         """Moves the folder to its final name. Its files must be on the disk already.
@@ -205,21 +205,23 @@ def write_all(file: int, view: memoryview) -> None:
         view = view[os.write(file, view) :]
 
 
-def read_file(name: str, folder: int) -> bytes:
-    """The content of a file. Raises OSError, also if it is a link."""
+def read_file(name: str, folder: int, offset: int = 0, length: int | None = None) -> bytes:
+    """`length` bytes of a file from `offset`, or all. Raises OSError, also if it is a link."""
     file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
-    with os.fdopen(file, "rb") as opened:
-        return opened.read()
+    try:
+        return os.pread(file, os.fstat(file).st_size if length is None else length, offset)
+    finally:
+        os.close(file)
 
 
 def create_file(name: str, folder: int) -> int:
     """The descriptor of a new file. Raises FileExistsError."""
-    return os.open(name, _NEW, 0o644, dir_fd=folder)
+    return os.open(name, _READ_WRITE | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=folder)
 
 
 def reopen_file(name: str, folder: int) -> int:
     """The descriptor of an existing file, for reading and writing. Raises OSError."""
-    return os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    return os.open(name, _READ_WRITE, dir_fd=folder)
 
 
 def exists(name: str, folder: int) -> bool:

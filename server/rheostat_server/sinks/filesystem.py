@@ -10,7 +10,7 @@ import os
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,6 @@ from rheostat_server.sinks.disk import (
     exists,
     file_name,
     read_file,
-    reopen_file,
 )
 from rheostat_server.sinks.formats import Format, write_tables
 from rheostat_server.sinks.index import ArtifactIndex, Place
@@ -156,7 +155,7 @@ class Filesystem:
             if self._exists(tag, request):
                 raise collision(request)
             kind = Format(about.target.options.get("format", self._kind))
-            return FileRecording(self, about, kind, self._root.scratch(), self._buffer)
+            return FileRecording(self, about, kind, Scratch(self._root), self._buffer)
         except BaseException:
             self.end_recording(about)
             raise
@@ -236,11 +235,7 @@ class Filesystem:
 
     def _in_shard(self, place: Place) -> list[Artifact]:
         with self._root.folder(place.tag, SHARDS) as folder:
-            file = reopen_file(index_name(place.shard), folder)
-        try:
-            line = os.pread(file, place.length, place.offset)
-        finally:
-            os.close(file)
+            line = read_file(index_name(place.shard), folder, place.offset, place.length)
         return artifacts_of(line, f"{place.tag}/{SHARDS}")
 
 
@@ -265,7 +260,9 @@ class FileRecording:
         self._about = about
         self._kind = kind
         self._scratch = scratch
-        self._tables = Tables(about.captures, buffer, partial(_spool, sink.files, scratch))
+        self._tables = Tables(
+            about.captures, buffer, partial(sink.files.use, scratch.name, scratch.spool)
+        )
         self._layout = about.target.layout or sink.layouts[0]
 
     @property
@@ -320,10 +317,7 @@ class FileRecording:
         return files
 
     def _write(self, out: Writer, tables: Sequence[Table]) -> None:
-        if not self._tables.spooled:
-            write_tables(out, self._kind, self._about, tables, None)
-            return
-        with self._tables.spool() as spool:
+        with self._tables.spool() if self._scratch.spooled else nullcontext() as spool:
             write_tables(out, self._kind, self._about, tables, spool)
 
     def _manifest(self, outcome: Outcome, files: Sequence[Stored]) -> bytes:
@@ -336,8 +330,8 @@ class FileRecording:
             stored.append(Stored(name, 0, writer.count, writer.sha256, tables))
         manifest = self._manifest(outcome, stored)
         self._file(MANIFEST, manifest)
-        if self._tables.spooled:
-            self._scratch.remove("spool")
+        if self._scratch.spooled:
+            self._scratch.remove_spool()
         tag = self._about.target.tag
         self._scratch.publish(file_name(self._about.request_id), tag, REQUESTS)
         self._sink.add_to_index(tag, self._about.request_id)
@@ -366,26 +360,16 @@ class FileRecording:
             )
 
 
-def _spool(files: OpenFiles, scratch: Scratch, exists: bool) -> AbstractContextManager[int]:
-    """The spool file of a recording, which is created if it does not exist."""
-    return files.use(
-        scratch.name, lambda: scratch.reopen("spool") if exists else scratch.create("spool")
-    )
-
-
 def _open_index(root: Root) -> ArtifactIndex:
     """Opens the index of a root and updates it from the files. Raises OSError, SinkError."""
     index = ArtifactIndex(root.path)
     try:
-        recover(root, index)
-    except SinkError as error:
-        _LOG.warning("the index of %s is rebuilt: %s", root.path, error)
-        index.clear()
         try:
             recover(root, index)
-        except BaseException:
-            index.close()
-            raise
+        except SinkError as error:
+            _LOG.warning("the index of %s is rebuilt: %s", root.path, error)
+            index.clear()
+            recover(root, index)
     except BaseException:
         index.close()
         raise

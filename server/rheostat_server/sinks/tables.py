@@ -8,7 +8,6 @@ are read back in order.
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple
 
 import numpy as np
 
@@ -33,13 +32,6 @@ _OVERHEAD = 512
 """Approximate bytes of memory per block and site besides the rows."""
 
 
-class _Extent(NamedTuple):
-    """A range of bytes of a column in the spool file."""
-
-    offset: int
-    length: int
-
-
 class ColumnValues:
     """A column and its values, in memory or in the spool file."""
 
@@ -47,7 +39,8 @@ class ColumnValues:
         self.column = column
         self.nbytes = 0
         self._kind = NUMPY[column.dtype]
-        self._spooled: list[_Extent] = []
+        self._spooled: list[range] = []
+        """Ranges of bytes in the spool file."""
         self._arrays: list[StoredArray] = []
 
     def add(self, values: StoredArray) -> None:
@@ -63,16 +56,15 @@ class ColumnValues:
             offset += len(chunk)
         self._arrays.clear()
         if offset > start:
-            self._spooled.append(_Extent(start, offset - start))
+            self._spooled.append(range(start, offset))
         return offset
 
     def read(self, file: int | None) -> Iterator[memoryview]:
         """All bytes in order; `file` is the spool file."""
-        for extent in self._spooled:
+        for spooled in self._spooled:
             assert file is not None
-            end = extent.offset + extent.length
-            for first in range(extent.offset, end, _CHUNK):
-                data = os.pread(file, min(_CHUNK, end - first), first)
+            for first in range(spooled.start, spooled.stop, _CHUNK):
+                data = os.pread(file, min(_CHUNK, spooled.stop - first), first)
                 if not data:
                     raise SinkError("the spooled rows cannot be read back")
                 yield memoryview(data)
@@ -118,23 +110,22 @@ class Tables:
         self,
         captures: Sequence[CaptureAbout],
         buffer_bytes: int,
-        spool: Callable[[bool], AbstractContextManager[int]],
+        spool: Callable[[], AbstractContextManager[int]],
     ) -> None:
         """Empty tables.
 
         Args:
             captures: what they will hold.
             buffer_bytes: bytes of rows in memory above which these move to the spool file.
-            spool: opens the spool file; is told whether it exists.
+            spool: opens the spool file, which the first call creates.
         """
         self.all = tuple(Table(about, site) for about in captures for site in about.sites)
-        self.spooled = False
-        """Whether rows are in the spool file."""
-        self._spool = spool
+        self.spool = spool
         self._captures = {about.capture_index: about for about in captures}
         self._by_site = {(table.about.capture_index, table.site): table for table in self.all}
         self._limit = buffer_bytes
-        self._memory = 0
+        self.memory = 0
+        """Approximate bytes in memory."""
         self._end = 0
 
     @property
@@ -163,28 +154,18 @@ class Tables:
             for column, values in zip(table.columns, (*parts, *labels), strict=True):
                 column.add(values)
             table.rows += count
-        self._memory += block.size + _OVERHEAD * len(block.sites)
-        if self._memory > self._limit:
+        self.memory += block.size + _OVERHEAD * len(block.sites)
+        if self.memory > self._limit:
             self.overflow()
-
-    @property
-    def memory(self) -> int:
-        """Approximate bytes in memory."""
-        return self._memory
-
-    def spool(self) -> AbstractContextManager[int]:
-        """The spool file, which is created at the first call."""
-        return self._spool(self.spooled)
 
     def overflow(self) -> None:
         """Moves all rows from memory to the spool file. Raises OSError."""
         with self.spool() as file:
-            self.spooled = True
             os.lseek(file, self._end, os.SEEK_SET)
             for table in self.all:
                 for column in table.columns:
                     self._end = column.spool(file, self._end)
-        self._memory = 0
+        self.memory = 0
 
     def close(self) -> None:
         """Frees the rows in memory."""

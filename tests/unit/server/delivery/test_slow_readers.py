@@ -193,14 +193,14 @@ async def test_the_error_names_the_limit_that_was_full(starter, stalled) -> None
 async def test_rows_that_a_recording_holds_count_and_go_to_its_disk_when_memory_is_short(
     starter, stalled, tmp_path, monkeypatch
 ) -> None:
-    made: list[str] = []
-    create = Scratch.create
+    spooled: list[str] = []
+    spool = Scratch.spool
 
-    def counted(scratch: Scratch, name: str) -> int:
-        made.append(name)
-        return create(scratch, name)
+    def counted(scratch: Scratch) -> int:
+        spooled.append(scratch.name)
+        return spool(scratch)
 
-    monkeypatch.setattr(Scratch, "create", counted)
+    monkeypatch.setattr(Scratch, "spool", counted)
     slack = 1024 * KIB
     hold = asyncio.Event()
     running = await starter(
@@ -219,10 +219,10 @@ async def test_rows_that_a_recording_holds_count_and_go_to_its_disk_when_memory_
         # The recording has the rows so far but the last, which wait for a token. The others exceed
         # the memory with them, not alone.
         await until(lambda: counter.bytes >= 790 * row_bytes and counter.batches <= 1)
-        assert "spool" not in made
+        assert not spooled
         hold.set()
         events = await reading
-    assert made.count("spool") == 1
+    assert len(spooled) == 1
     assert 0 < most.value <= 32 * KIB + UNCOUNTED + slack
     assert events[-1].HasField("receipt")
     assert open_captures(tmp_path).verify() == 1
