@@ -15,7 +15,6 @@ from rheostat_server.sinks.protocol import (
     Encoding,
     Layout,
     RowBlock,
-    State,
     Target,
 )
 from rheostat_server.sinks.tables import NUMPY
@@ -23,23 +22,8 @@ from rheostat_server.validation import field_path
 from rheostat_wire.dtypes import StoredArray
 from rheostat_wire.v1 import capture_pb2, capture_service_pb2, tensor_pb2
 
-_LAYOUTS = {
-    capture_pb2.LAYOUT_PER_FILE: Layout.PER_FILE,
-    capture_pb2.LAYOUT_PACKED: Layout.PACKED,
-    capture_pb2.LAYOUT_SHARDED: Layout.SHARDED,
-}
-_WIRE_LAYOUTS = {layout: wire for wire, layout in _LAYOUTS.items()}
-_STATES = {
-    State.PENDING: capture_service_pb2.ARTIFACT_STATE_PENDING,
-    State.COMPLETE: capture_service_pb2.ARTIFACT_STATE_COMPLETE,
-    State.PARTIAL: capture_service_pb2.ARTIFACT_STATE_PARTIAL,
-    State.FAILED: capture_service_pb2.ARTIFACT_STATE_FAILED,
-}
 _ENCODINGS = {
-    tensor_pb2.ENCODING_RAW: Encoding.RAW,
-    tensor_pb2.ENCODING_FULL8: Encoding.FULL8,
-    tensor_pb2.ENCODING_RP8: Encoding.RP8,
-    tensor_pb2.ENCODING_TOPK8: Encoding.TOPK8,
+    tensor_pb2.Encoding.Value(f"ENCODING_{encoding.name}"): encoding for encoding in Encoding
 }
 
 
@@ -70,7 +54,7 @@ def layout_of(
         return layouts[0] if layouts else None
     field = field_path(path, "layout")
     validation.known_enum(target.layout, capture_pb2.Layout.values(), field)
-    layout = _LAYOUTS[target.layout]
+    layout = Layout[capture_pb2.Layout.Name(target.layout).removeprefix("LAYOUT_")]
     if layout not in layouts:
         supported = ", ".join(layouts) or "no files"
         raise InvalidValue(
@@ -81,7 +65,7 @@ def layout_of(
 
 def to_wire_layout(layout: Layout) -> capture_pb2.Layout.ValueType:
     """The enum value of a layout."""
-    return _WIRE_LAYOUTS[layout]
+    return capture_pb2.Layout.Value(f"LAYOUT_{layout.name}")
 
 
 def to_artifact(entry: SinkArtifact) -> capture_service_pb2.Artifact:
@@ -95,7 +79,7 @@ def to_artifact(entry: SinkArtifact) -> capture_service_pb2.Artifact:
             length=0 if artifact.whole else artifact.length,
         ),
         media_type=artifact.media_type,
-        state=_STATES[artifact.state],
+        state=capture_service_pb2.ArtifactState.Value(f"ARTIFACT_STATE_{artifact.state.name}"),
         size_bytes=artifact.length,
         row_count=artifact.rows,
         sites=[to_wire(site) for site in artifact.sites],
