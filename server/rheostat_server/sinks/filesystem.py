@@ -7,7 +7,6 @@ replaced. No request id or tag can make the sink write outside the folder.
 import hashlib
 import logging
 import os
-import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -33,7 +32,6 @@ from rheostat_server.sinks.manifest import (
     MANIFEST,
     Stored,
     artifacts_of,
-    encode_manifest,
     make_manifest,
 )
 from rheostat_server.sinks.protocol import (
@@ -320,15 +318,12 @@ class FileRecording:
         with self._tables.spool() if self._scratch.spooled else nullcontext() as spool:
             write_tables(out, self._kind, self._about, tables, spool)
 
-    def _manifest(self, outcome: Outcome, files: Sequence[Stored]) -> bytes:
-        return encode_manifest(make_manifest(self._about, outcome, self._kind, files, time.time()))
-
     def _publish(self, outcome: Outcome) -> list[Artifact]:
-        stored = []
-        for name, tables in self._files().items():
-            writer = self._file(name, tables)
-            stored.append(Stored(name, 0, writer.count, writer.sha256, tables))
-        manifest = self._manifest(outcome, stored)
+        stored = [
+            Stored(name, 0, self._file(name, tables), tables)
+            for name, tables in self._files().items()
+        ]
+        manifest = make_manifest(self._about, outcome, self._kind, stored)
         self._file(MANIFEST, manifest)
         if self._scratch.spooled:
             self._scratch.remove_spool()
@@ -351,13 +346,14 @@ class FileRecording:
         return writer
 
     def _append(self, outcome: Outcome) -> list[Artifact]:
-        with self._sink.shards(self._about.target.tag) as shards:
-            return shards.append(
-                self._about.request_id,
-                self._tables.all,
-                lambda out: self._write(out, self._tables.all),
-                lambda stored: self._manifest(outcome, [stored]),
-            )
+        about, tables = self._about, self._tables.all
+
+        def manifest(path: str, offset: int, writer: Writer) -> bytes:
+            files = [Stored(path, offset, writer, tables)]
+            return make_manifest(about, outcome, self._kind, files)
+
+        with self._sink.shards(about.target.tag) as shards:
+            return shards.append(about.request_id, lambda out: self._write(out, tables), manifest)
 
 
 def _open_index(root: Root) -> ArtifactIndex:

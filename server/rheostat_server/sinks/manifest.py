@@ -5,10 +5,12 @@ the index. It is written last; a request without a manifest does not exist.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from rheostat_engine import Point, Site
+from rheostat_server.sinks.disk import Writer
 from rheostat_server.sinks.formats import SCHEMA, Format, table_entry
 from rheostat_server.sinks.protocol import (
     Artifact,
@@ -30,20 +32,19 @@ class Stored(NamedTuple):
     path: str
     """Relative to the folder of the manifest."""
     offset: int
-    length: int
-    sha256: bytes
+    writer: Writer
+    """Has counted and hashed the bytes."""
     tables: Sequence[Table]
 
 
 def make_manifest(
-    about: RequestAbout,
-    outcome: Outcome,
-    kind: Format,
-    files: Sequence[Stored],
-    finished_at: float,
-) -> Mapping[str, object]:
-    """The manifest of a request. The id comes first, because readers search lines by it."""
-    return {
+    about: RequestAbout, outcome: Outcome, kind: Format, files: Sequence[Stored]
+) -> bytes:
+    """The manifest of a request that ends now, as one line.
+
+    The id comes first, because readers search lines by it.
+    """
+    manifest = {
         "request_id": about.request_id,
         "schema": SCHEMA,
         "tag": about.target.tag,
@@ -56,20 +57,21 @@ def make_manifest(
         "model": about.model,
         "labels": dict(about.labels),
         "started_at": about.started_at,
-        "finished_at": finished_at,
+        "finished_at": time.time(),
         "prompt_token_ids": [int(token) for token in about.prompt_token_ids],
         "files": [
             {
                 "path": file.path,
                 "offset": file.offset,
-                "bytes": file.length,
-                "sha256": file.sha256.hex(),
+                "bytes": file.writer.count,
+                "sha256": file.writer.sha256.hex(),
                 "tables": [table_entry(table) for table in file.tables],
             }
             for file in files
         ],
         **_projections(about),
     }
+    return json.dumps(manifest, ensure_ascii=False).encode() + b"\n"
 
 
 def _projections(about: RequestAbout) -> dict[str, object]:
@@ -88,11 +90,6 @@ def _projections(about: RequestAbout) -> dict[str, object]:
         if capture.directions
     }
     return {"projections": projections} if projections else {}
-
-
-def encode_manifest(manifest: Mapping[str, object]) -> bytes:
-    """A manifest as one line."""
-    return json.dumps(manifest, ensure_ascii=False).encode() + b"\n"
 
 
 def artifacts_of(data: bytes, folder: str) -> list[Artifact]:

@@ -20,9 +20,8 @@ from threading import Lock
 
 from rheostat_server.sinks.disk import Root, Writer, collision, create_file, reopen_file, write_all
 from rheostat_server.sinks.index import ArtifactIndex, Place, Shard
-from rheostat_server.sinks.manifest import Stored, artifacts_of
+from rheostat_server.sinks.manifest import artifacts_of
 from rheostat_server.sinks.protocol import Artifact, SinkError
-from rheostat_server.sinks.tables import Table
 from rheostat_server.tasks.open_files import OpenFiles
 
 SHARDS = "shards"
@@ -61,11 +60,16 @@ class Shards:
     def append(
         self,
         request_id: str,
-        tables: tuple[Table, ...],
         write: Callable[[Writer], None],
-        manifest: Callable[[Stored], bytes],
+        manifest: Callable[[str, int, Writer], bytes],
     ) -> list[Artifact]:
-        """Appends a request: `write` writes its file, and `manifest` makes its line.
+        """Appends a request.
+
+        Args:
+            request_id: the request.
+            write: writes the rows.
+            manifest: gets the name of the shard's file, the first byte there, and the writer after
+                `write`.
 
         Raises:
             Collision: the request is stored already.
@@ -76,7 +80,7 @@ class Shards:
                 raise collision(request_id)
             with ExitStack() as stack:
                 shard, rows, index = self._open_files(stack)
-                place, rows_end, line = self._write(shard, rows, index, tables, write, manifest)
+                place, rows_end, line = self._write(shard, rows, index, write, manifest)
             self._shard = shard._replace(rows_end=rows_end, index_end=place.offset + place.length)
             self._index.add(request_id, place, rows_end)
             return artifacts_of(line, f"{self._tag}/{SHARDS}")
@@ -86,9 +90,8 @@ class Shards:
         shard: Shard,
         rows: int,
         index: int,
-        tables: tuple[Table, ...],
         write: Callable[[Writer], None],
-        manifest: Callable[[Stored], bytes],
+        manifest: Callable[[str, int, Writer], bytes],
     ) -> tuple[Place, int, bytes]:
         """Appends to the files of a shard; returns the line's place, the rows' end, the line."""
         start = shard.rows_end + -shard.rows_end % _ALIGNED
@@ -100,8 +103,7 @@ class Shards:
             writer = Writer(rows)
             write(writer)
             os.fdatasync(rows)
-            name = rows_name(shard.number)
-            line = manifest(Stored(name, start, writer.count, writer.sha256, tables))
+            line = manifest(rows_name(shard.number), start, writer)
             write_all(index, memoryview(line[:-1]))
             visible = True
             write_all(index, memoryview(line[-1:]))
