@@ -8,7 +8,6 @@ import json
 import zipfile
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import NamedTuple
 
 import numpy as np
 
@@ -41,18 +40,15 @@ class Format(StrEnum):
         return f"application/x-{self.value}"
 
 
-class _NamedColumn(NamedTuple):
-    name: str
-    rows: int
-    values: ColumnValues
-
-
 def write_tables(
     out: Writer, kind: Format, about: RequestAbout, tables: Sequence[Table], spool: int | None
 ) -> None:
     """Writes a file with these tables. Raises OSError."""
     write = _write_npz if kind is Format.NPZ else _write_safetensors
-    write(out, _text(about, tables), _columns(tables), spool)
+    columns = [values for table in tables for values in table.columns]
+    # Columns with the largest elements first, so that all are aligned.
+    columns.sort(key=lambda values: -NUMPY[values.column.dtype].itemsize)
+    write(out, _text(about, tables), columns, spool)
 
 
 def _text(about: RequestAbout, tables: Sequence[Table]) -> str:
@@ -87,44 +83,35 @@ def table_entry(table: Table) -> Mapping[str, object]:
     return entry
 
 
-def _columns(tables: Sequence[Table]) -> list[_NamedColumn]:
-    """Every column, those with the largest elements first, so that all are aligned."""
-    columns = [
-        _NamedColumn(f"{table.name}.{values.column.name}", table.rows, values)
-        for table in tables
-        for values in table.columns
-    ]
-    return sorted(columns, key=lambda column: -NUMPY[column.values.column.dtype].itemsize)
-
-
 def _write_safetensors(
-    out: Writer, text: str, columns: Sequence[_NamedColumn], spool: int | None
+    out: Writer, text: str, columns: Sequence[ColumnValues], spool: int | None
 ) -> None:
     header: dict[str, object] = {"__metadata__": {TEXT: text}}
     end = 0
-    for name, rows, values in columns:
-        header[name] = {
+    for values in columns:
+        header[values.name] = {
             "dtype": _SAFETENSORS[values.column.dtype],
-            "shape": [rows, *values.column.shape],
+            "shape": [values.rows, *values.column.shape],
             "data_offsets": [end, end + values.nbytes],
         }
         end += values.nbytes
     data = json.dumps(header).encode()
     data += b" " * (-len(data) % _ALIGNED)
     out.write(len(data).to_bytes(8, "little") + data)
-    for _, _, values in columns:
+    for values in columns:
         for part in values.read(spool):
             out.write(part)
 
 
-def _write_npz(out: Writer, text: str, columns: Sequence[_NamedColumn], spool: int | None) -> None:
+def _write_npz(out: Writer, text: str, columns: Sequence[ColumnValues], spool: int | None) -> None:
     with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as archive:
         with archive.open(zipfile.ZipInfo(f"{TEXT}.npy"), "w") as member:
             np.save(member, np.array(text))
-        for name, rows, values in columns:
-            kind, shape = NUMPY[values.column.dtype], (rows, *values.column.shape)
+        for values in columns:
+            kind, shape = NUMPY[values.column.dtype], (values.rows, *values.column.shape)
             header = {"descr": kind.str, "fortran_order": False, "shape": shape}
-            with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as member:
+            info = zipfile.ZipInfo(f"{values.name}.npy")
+            with archive.open(info, "w", force_zip64=True) as member:
                 # numpy has no types for this function.
                 np.lib.format.write_array_header_1_0(member, header)  # type: ignore[no-untyped-call]
                 for part in values.read(spool):

@@ -5,6 +5,7 @@ whole. Once more than `buffer_bytes` wait in memory, they move to one spool file
 are read back in order.
 """
 
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -35,9 +36,11 @@ _OVERHEAD = 512
 class ColumnValues:
     """A column and its values, in memory or in the spool file."""
 
-    def __init__(self, column: Column) -> None:
+    def __init__(self, table: str, column: Column) -> None:
+        self.name = f"{table}.{column.name}"
+        """As "0.resid_post.3.positions": the name of its table, and its own."""
         self.column = column
-        self.nbytes = 0
+        self.rows = 0
         self._kind = NUMPY[column.dtype]
         self._spooled: list[range] = []
         """Ranges of bytes in the spool file."""
@@ -46,7 +49,12 @@ class ColumnValues:
     def add(self, values: StoredArray) -> None:
         """Appends values [rows, ...]."""
         self._arrays.append(values)
-        self.nbytes += values.nbytes
+        self.rows += len(values)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all values."""
+        return self.rows * math.prod(self.column.shape) * self._kind.itemsize
 
     def spool(self, file: int, offset: int) -> int:
         """Moves the values in memory to a file; returns the offset after them."""
@@ -94,13 +102,10 @@ class Table:
     def __init__(self, about: CaptureAbout, site: Site) -> None:
         self.about = about
         self.site = site
-        self.rows = 0
-        self.columns = tuple(ColumnValues(column) for column in (*about.parts, *LABELS))
-
-    @property
-    def name(self) -> str:
+        self.name = f"{about.capture_index}.{site.point.value}.{site.layer}"
         """As "0.resid_post.3": capture, point, layer."""
-        return f"{self.about.capture_index}.{self.site.point.value}.{self.site.layer}"
+        self.rows = 0
+        self.columns = tuple(ColumnValues(self.name, column) for column in (*about.parts, *LABELS))
 
 
 class Tables:
