@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from threading import Lock
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from rheostat_server.errors import ArtifactExists, RheostatError, RowsLost
 from rheostat_server.sinks.protocol import (
@@ -30,10 +30,10 @@ from rheostat_server.sinks.protocol import (
 
 _LOG = logging.getLogger(__name__)
 
-_ENTRY_BYTES = 512
+_TARGET_BYTES = 1024
 _ARTIFACT_BYTES = 512
 _SITE_BYTES = 80
-"""Approximate memory of a request or target in `RecentArtifacts`, of an artefact, and of a site."""
+"""Approximate memory of a request's target in `RecentArtifacts`, of an artefact, and of a site."""
 
 
 class SinkFailed(RowsLost):
@@ -60,15 +60,8 @@ class SinkArtifact(NamedTuple):
         return ArtifactKey(self.sink, self.artifact.path, self.artifact.offset)
 
 
-_Target = tuple[str, str]
-"""A sink and a tag."""
-
-
-class _Entry(NamedTuple):
-    """The artefacts of a request."""
-
-    by_target: dict[_Target, tuple[Artifact, ...]]
-    size: int
+_ByTarget: TypeAlias = Mapping[tuple[str, str], Sequence[Artifact]]
+"""The artefacts of a request, by sink and tag."""
 
 
 class RecentArtifacts:
@@ -82,35 +75,31 @@ class RecentArtifacts:
         self._most = most_bytes
         self._lock = Lock()
         self._size = 0
-        self._entries: OrderedDict[str, _Entry] = OrderedDict()
+        self._requests: OrderedDict[str, _ByTarget] = OrderedDict()
 
     def record(self, about: RequestAbout, artifacts: Sequence[Artifact]) -> None:
         """Replaces the artefacts of a request's target."""
         name, target = about.request_id, (about.target.sink, about.target.tag)
         with self._lock:
-            old = self._entries.pop(name, _Entry({}, 0))
-            by_target = {**old.by_target, target: tuple(artifacts)}
-            entry = _Entry(by_target, _size(by_target))
-            self._entries[name] = entry
-            self._size += entry.size - old.size
-            while self._size > self._most and len(self._entries) > 1:
-                self._size -= self._entries.popitem(last=False)[1].size
+            old = self._requests.pop(name, {})
+            self._requests[name] = {**old, target: tuple(artifacts)}
+            self._size += _size(self._requests[name]) - _size(old)
+            while self._size > self._most and len(self._requests) > 1:
+                self._size -= _size(self._requests.popitem(last=False)[1])
 
     def get(self, request_id: str) -> list[SinkArtifact]:
         """The artefacts of a request."""
         with self._lock:
-            entry = self._entries.get(request_id)
-        if entry is None:
-            return []
+            by_target = self._requests.get(request_id, {})
         return [
             SinkArtifact(sink, artifact)
-            for (sink, _), artifacts in entry.by_target.items()
+            for (sink, _), artifacts in by_target.items()
             for artifact in artifacts
         ]
 
 
-def _size(by_target: Mapping[_Target, Sequence[Artifact]]) -> int:
-    return _ENTRY_BYTES * (1 + len(by_target)) + sum(
+def _size(by_target: _ByTarget) -> int:
+    return _TARGET_BYTES * len(by_target) + sum(
         _ARTIFACT_BYTES + len(artifact.path) + _SITE_BYTES * len(artifact.sites)
         for artifacts in by_target.values()
         for artifact in artifacts
