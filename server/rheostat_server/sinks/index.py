@@ -182,16 +182,9 @@ class ArtifactIndex:
         )
         if place.shard:
             ends = rows_end, place.offset + place.length
-            self._set_shard(tag, Shard(place.shard, *ends, ours=True))
+            self.set_shard(place.tag, Shard(place.shard, *ends, ours=True))
         else:
             self._writer.execute("UPDATE tags SET listed = NULL WHERE id = ?", (tag,))
-
-    def close_shard(self, tag: str, shard: Shard) -> None:
-        """Records that nothing is appended to a shard any more."""
-        with self._writing, suppress(sqlite3.Error), self._writer:
-            self._set_shard(self._tag(tag), shard)
-
-    # The following methods are for `recover`, which runs before any other thread uses the root.
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
@@ -202,20 +195,22 @@ class ArtifactIndex:
         except sqlite3.Error as error:
             raise SinkError(f"the sink's index cannot be written: {error}") from error
 
+    def set_shard(self, tag: str, shard: Shard) -> None:
+        """Records the state of a shard, in a transaction."""
+        self._writer.execute(
+            "INSERT OR REPLACE INTO shards VALUES (?, ?, ?, ?, ?, ?)",
+            (self._tag(tag), *shard[:3], self._run if shard.ours else "", shard.damaged),
+        )
+
+    # The following methods are for `recover`, which runs before any other thread uses the root.
+
     def tags(self) -> list[tuple[str, int | None]]:
         """Every tag, and the modification time of its folder of requests when it was listed."""
-        return [
-            (name, listed)
-            for name, listed in _all(self._writer, "SELECT name, listed FROM tags ORDER BY name")
-        ]
+        return _all(self._writer, "SELECT name, listed FROM tags ORDER BY name")
 
     def set_listed(self, tag: str, listed: int | None) -> None:
         """Records the modification time of a tag's folder of requests when it was listed."""
         self._writer.execute("UPDATE tags SET listed = ? WHERE id = ?", (listed, self._tag(tag)))
-
-    def set_shard(self, tag: str, shard: Shard) -> None:
-        """Records the state of a shard."""
-        self._set_shard(self._tag(tag), shard)
 
     def add_lines(self, tag: str, shard: int, lines: Iterable[tuple[str, int, int]]) -> None:
         """Adds lines of a shard's index: request, offset, length."""
@@ -259,12 +254,6 @@ class ArtifactIndex:
         self._writer.execute("INSERT OR IGNORE INTO tags (name) VALUES (?)", (name,))
         ((number,),) = self._writer.execute("SELECT id FROM tags WHERE name = ?", (name,))
         return int(number)
-
-    def _set_shard(self, tag: int, shard: Shard) -> None:
-        self._writer.execute(
-            "INSERT OR REPLACE INTO shards VALUES (?, ?, ?, ?, ?, ?)",
-            (tag, *shard[:3], self._run if shard.ours else "", shard.damaged),
-        )
 
 
 def _connect(path: Path) -> sqlite3.Connection:

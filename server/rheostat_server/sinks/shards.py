@@ -15,7 +15,7 @@ an unused tag needs neither descriptors nor memory.
 import logging
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from threading import Lock
 
 from rheostat_server.sinks.disk import Root, Writer, collision, create_file, reopen_file, write_all
@@ -164,7 +164,8 @@ class Shards:
 
     def _close_shard(self) -> None:
         if self._shard is not None:
-            self._index.close_shard(self._tag, self._shard._replace(ours=False))
+            with suppress(SinkError), self._index.transaction():
+                self._index.set_shard(self._tag, self._shard._replace(ours=False))
             for name in (rows_name(self._shard.number), index_name(self._shard.number)):
                 self._files.close_file((self._tag, name))
             self._shard = None
