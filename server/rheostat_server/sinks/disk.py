@@ -224,15 +224,6 @@ def reopen_file(name: str, folder: int) -> int:
     return os.open(name, _READ_WRITE, dir_fd=folder)
 
 
-def exists(name: str, folder: int) -> bool:
-    """Whether a name exists, even if it is a broken link."""
-    try:
-        os.stat(name, dir_fd=folder, follow_symlinks=False)
-    except FileNotFoundError:
-        return False
-    return True
-
-
 def file_name(request_id: str) -> str:
     """A unique file name for a request's id, which is never ".", ".." or hidden."""
     return f"%2E{request_id[1:]}" if request_id.startswith(".") else request_id

@@ -22,7 +22,6 @@ from rheostat_server.sinks.disk import (
     Scratch,
     Writer,
     collision,
-    exists,
     file_name,
     read_file,
 )
@@ -216,12 +215,9 @@ class Filesystem:
             self._recording.discard((about.target.tag, about.request_id))
 
     def _exists(self, tag: str, request_id: str) -> bool:
-        try:
-            with self._root.folder(tag, REQUESTS) as folder:
-                if exists(file_name(request_id), folder):
-                    return True
-        except FileNotFoundError:
-            pass
+        with suppress(FileNotFoundError), self._root.folder(tag, REQUESTS) as folder:
+            os.stat(file_name(request_id), dir_fd=folder, follow_symlinks=False)
+            return True
         with self.shards(tag):  # raises SinkError if the index of a shard is damaged
             return self._index.in_shards(tag, request_id)
 
