@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
@@ -42,41 +42,33 @@ class Root:
             SinkSettingsError: another process has locked it, or it cannot be used.
         """
         self.path = path
-        self._lock: int | None = None
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            self._folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError as error:
-            raise _unusable(path, error) from error
-        self._open = True
-        try:
-            self._lock = os.open(_LOCK, _READ_WRITE | os.O_CREAT, 0o644, dir_fd=self._folder)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            with self.folder(_PARTS, make=True) as parts:
-                for name in os.listdir(parts):
-                    _remove(name, parts)
-        except BlockingIOError as error:
-            self._close()
-            raise SinkSettingsError(
-                f"another server writes to {path}: give each server its own folder"
-            ) from error
-        except (OSError, SinkError) as error:
-            self._close()
-            raise _unusable(path, error) from error
+        with ExitStack() as resources:
+            try:
+                path.mkdir(parents=True, exist_ok=True)
+                self._folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                resources.callback(os.close, self._folder)
+                lock = os.open(_LOCK, _READ_WRITE | os.O_CREAT, 0o644, dir_fd=self._folder)
+                resources.callback(os.close, lock)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # `os.close` alone would leave it locked while a forked process has the descriptor.
+                resources.callback(fcntl.flock, lock, fcntl.LOCK_UN)
+                self._open = True
+                with self.folder(_PARTS, make=True) as parts:
+                    for name in os.listdir(parts):
+                        _remove(name, parts)
+            except BlockingIOError as error:
+                raise SinkSettingsError(
+                    f"another server writes to {path}: give each server its own folder"
+                ) from error
+            except (OSError, SinkError) as error:
+                why = error.strerror if isinstance(error, OSError) and error.strerror else error
+                raise SinkSettingsError(f"{path} cannot be written to: {why}") from error
+            self._resources = resources.pop_all()
 
     def close(self) -> None:
         """Unlocks the folder."""
-        if self._open:
-            if self._lock is not None:
-                # `os.close` alone would leave it locked while a forked process has the descriptor.
-                fcntl.flock(self._lock, fcntl.LOCK_UN)
-            self._close()
-
-    def _close(self) -> None:
         self._open = False
-        os.close(self._folder)
-        if self._lock is not None:
-            os.close(self._lock)
+        self._resources.close()
 
     @contextmanager
     def folder(self, *names: str, make: bool = False) -> Iterator[int]:
@@ -260,8 +252,3 @@ def _remove(name: str, folder: int) -> None:
         os.unlink(name, dir_fd=folder)
     except (IsADirectoryError, PermissionError):
         shutil.rmtree(name, dir_fd=folder)
-
-
-def _unusable(path: Path, error: Exception) -> SinkSettingsError:
-    why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return SinkSettingsError(f"{path} cannot be written to: {why}")
