@@ -10,7 +10,6 @@ import os
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from threading import Lock
@@ -121,7 +120,7 @@ class Filesystem:
             self._root.close()
             raise SinkSettingsError(f"{root} cannot be written to: {error}") from error
         self._lock = Lock()
-        self._shards: OrderedDict[str, _SharedShards] = OrderedDict()
+        self._shards: OrderedDict[str, Shards] = OrderedDict()
         self._recording: set[tuple[str, str]] = set()
         self._closed = False
 
@@ -185,22 +184,22 @@ class Filesystem:
     def shards(self, tag: str) -> Iterator[Shards]:
         """The shards of a tag, one object for all concurrent users. Raises SinkError."""
         with self._lock:
-            used = self._shards.get(tag)
-            if used is None:
-                used = _SharedShards(Shards(self._root, self._index, self.files, tag, self._shard))
-                self._shards[tag] = used
-            used.users += 1
+            shards = self._shards.get(tag)
+            if shards is None:
+                shards = Shards(self._root, self._index, self.files, tag, self._shard)
+                self._shards[tag] = shards
+            shards.users += 1
             self._shards.move_to_end(tag)
         try:
-            yield used.shards
+            yield shards
         finally:
             with self._lock:
-                used.users -= 1
+                shards.users -= 1
                 self._drop_unused()
 
     def _drop_unused(self) -> None:
         """Drops unused tags from the cache, unless the index lacks some of their requests."""
-        unused = [tag for tag, used in self._shards.items() if not used.users]
+        unused = [tag for tag, shards in self._shards.items() if not shards.users]
         if not self._index.has_pending:
             for tag in unused[: max(0, len(unused) - _TAGS)]:
                 del self._shards[tag]
@@ -216,6 +215,7 @@ class Filesystem:
 
     def _exists(self, tag: str, request_id: str) -> bool:
         with suppress(FileNotFoundError), self._root.folder(tag, REQUESTS) as folder:
+            # A broken link counts too.
             os.stat(file_name(request_id), dir_fd=folder, follow_symlinks=False)
             return True
         with self.shards(tag):  # raises SinkError if the index of a shard is damaged
@@ -231,14 +231,6 @@ class Filesystem:
         with self._root.folder(place.tag, SHARDS) as folder:
             line = read_file(index_name(place.shard), folder, place.offset, place.length)
         return artifacts_of(line, f"{place.tag}/{SHARDS}")
-
-
-@dataclass
-class _SharedShards:
-    """The shards of a tag, and the number of their users."""
-
-    shards: Shards
-    users: int = 0
 
 
 class FileRecording:

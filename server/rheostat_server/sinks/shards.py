@@ -43,6 +43,8 @@ class Shards:
         Raises:
             SinkError: the index cannot be read, or that of a shard is damaged.
         """
+        self.users = 0
+        """The number of threads that use it, which the sink counts under its lock."""
         self._root = root
         self._index = index
         self._files = files
