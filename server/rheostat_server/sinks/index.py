@@ -99,15 +99,12 @@ class ArtifactIndex:
                 raise sqlite3.DatabaseError(f"it has version {version}")
             self._writer.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {_VERSION}; COMMIT")
 
-    def _remove(self) -> None:
-        for suffix in ("", "-wal", "-shm"):
-            with suppress(FileNotFoundError):
-                os.unlink(f"{self._path}{suffix}")
-
     def clear(self) -> None:
         """Replaces the database by an empty one. Raises OSError."""
         self.close()
-        self._remove()
+        for suffix in ("", "-wal", "-shm"):
+            with suppress(FileNotFoundError):
+                os.unlink(f"{self._path}{suffix}")
         try:
             self._open()
         except sqlite3.Error as error:
