@@ -8,7 +8,7 @@ import hashlib
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -115,7 +115,7 @@ class Filesystem:
         self._root = Root(root)
         self.files = OpenFiles(_DESCRIPTORS)
         try:
-            self._index = _open_index(self._root)
+            self.index = _open_index(self._root)
         except (OSError, SinkError) as error:
             self._root.close()
             raise SinkSettingsError(f"{root} cannot be written to: {error}") from error
@@ -141,7 +141,7 @@ class Filesystem:
         tag, request = about.target.tag, about.request_id
         if not TAG.fullmatch(tag) or not REQUEST.fullmatch(request):
             raise SinkError("the request's id or tag cannot be the name of a file")
-        self._index.check_writable()
+        self.index.check_writable()
         key = (tag, request)
         with self._lock:
             if key in self._recording:
@@ -161,7 +161,7 @@ class Filesystem:
         if not REQUEST.fullmatch(request_id):
             return []
         artifacts: list[Artifact] = []
-        for place in self._index.find(request_id):
+        for place in self.index.find(request_id):
             with suppress(FileNotFoundError, NoFolder):  # a user has deleted the file
                 artifacts += (
                     self._in_shard(place) if place.shard else self._in_folder(place.tag, request_id)
@@ -176,8 +176,8 @@ class Filesystem:
             self._closed = True
             self._shards.clear()
             self.files.close()
-            save_listed(self._root, self._index)
-            self._index.close()
+            save_listed(self._root, self.index)
+            self.index.close()
         self._root.close()
 
     @contextmanager
@@ -186,7 +186,7 @@ class Filesystem:
         with self._lock:
             shards = self._shards.get(tag)
             if shards is None:
-                shards = Shards(self._root, self._index, self.files, tag, self._shard)
+                shards = Shards(self._root, self.index, self.files, tag, self._shard)
                 self._shards[tag] = shards
             shards.users += 1
             self._shards.move_to_end(tag)
@@ -195,18 +195,10 @@ class Filesystem:
         finally:
             with self._lock:
                 shards.users -= 1
-                self._drop_unused()
-
-    def _drop_unused(self) -> None:
-        """Drops unused tags from the cache, unless the index lacks some of their requests."""
-        unused = [tag for tag, shards in self._shards.items() if not shards.users]
-        if not self._index.has_pending:
-            for tag in unused[: max(0, len(unused) - _TAGS)]:
-                del self._shards[tag]
-
-    def add_to_index(self, tag: str, request_id: str) -> None:
-        """Adds a request that has its own folder."""
-        self._index.add(request_id, Place(tag))
+                unused = [tag for tag, shards in self._shards.items() if not shards.users]
+                if not self.index.has_pending:  # otherwise the index lacks some of their requests
+                    for tag in unused[: max(0, len(unused) - _TAGS)]:
+                        del self._shards[tag]
 
     def end_recording(self, about: RequestAbout) -> None:
         """Lets the request's id and tag be recorded again."""
@@ -219,7 +211,7 @@ class Filesystem:
             os.stat(file_name(request_id), dir_fd=folder, follow_symlinks=False)
             return True
         with self.shards(tag):  # raises SinkError if the index of a shard is damaged
-            return self._index.in_shards(tag, request_id)
+            return self.index.in_shards(tag, request_id)
 
     def _in_folder(self, tag: str, request_id: str) -> list[Artifact]:
         name = file_name(request_id)
@@ -302,32 +294,30 @@ class FileRecording:
             files.setdefault(site, []).append(table)
         return files
 
-    def _write(self, out: Writer, tables: Sequence[Table]) -> None:
+    def _write(self, tables: Sequence[Table], out: Writer) -> None:
         with self._tables.spool() if self._scratch.spooled else nullcontext() as spool:
             write_tables(out, self._kind, self._about, tables, spool)
 
     def _publish(self, outcome: Outcome) -> list[Artifact]:
         stored = [
-            Stored(name, 0, self._file(name, tables), tables)
+            Stored(name, 0, self._file(name, partial(self._write, tables)), tables)
             for name, tables in self._files().items()
         ]
         manifest = make_manifest(self._about, outcome, self._kind, stored)
-        self._file(MANIFEST, manifest)
+        self._file(MANIFEST, lambda out: out.write(manifest))
         if self._scratch.spooled:
             self._scratch.remove_spool()
-        tag = self._about.target.tag
-        self._scratch.publish(file_name(self._about.request_id), tag, REQUESTS)
-        self._sink.add_to_index(tag, self._about.request_id)
+        tag, request_id = self._about.target.tag, self._about.request_id
+        self._scratch.publish(file_name(request_id), tag, REQUESTS)
+        self._sink.index.add(request_id, Place(tag))
         return _artifacts_of_folder(manifest, self._folder)
 
-    def _file(self, name: str, content: "Sequence[Table] | bytes") -> Writer:
+    def _file(self, name: str, write: Callable[[Writer], object]) -> Writer:
+        """Makes a file in the scratch folder, which is on the disk at the end."""
         file = self._scratch.create(name)
         try:
             writer = Writer(file)
-            if isinstance(content, bytes):
-                writer.write(content)
-            else:
-                self._write(writer, content)
+            write(writer)
             os.fsync(file)
         finally:
             os.close(file)
@@ -341,7 +331,7 @@ class FileRecording:
             return make_manifest(about, outcome, self._kind, files)
 
         with self._sink.shards(about.target.tag) as shards:
-            return shards.append(about.request_id, lambda out: self._write(out, tables), manifest)
+            return shards.append(about.request_id, partial(self._write, tables), manifest)
 
 
 def _open_index(root: Root) -> ArtifactIndex:
