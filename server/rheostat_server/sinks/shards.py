@@ -77,44 +77,32 @@ class Shards:
             Collision: the request is stored already.
             OSError: the request cannot be written, and is not stored.
         """
-        with self._lock:
+        with self._lock, ExitStack() as stack:
             if self._index.in_shards(self._tag, request_id):
                 raise collision(request_id)
-            with ExitStack() as stack:
-                shard, rows, index = self._open_files(stack)
-                place, rows_end, line = self._write(shard, rows, index, write, manifest)
+            shard, rows, index = self._open_files(stack)
+            start = shard.rows_end + -shard.rows_end % _ALIGNED
+            visible = False  # whether a reader may have seen the line
+            try:
+                os.ftruncate(rows, start)
+                os.lseek(rows, start, os.SEEK_SET)
+                os.lseek(index, shard.index_end, os.SEEK_SET)
+                writer = Writer(rows)
+                write(writer)
+                os.fdatasync(rows)
+                line = manifest(rows_name(shard.number), start, writer)
+                write_all(index, memoryview(line[:-1]))
+                visible = True
+                write_all(index, memoryview(line[-1:]))
+                os.fdatasync(index)
+            except BaseException:
+                self._truncate(shard, rows, index, visible=visible)
+                raise
+            place = Place(self._tag, shard.number, shard.index_end, len(line))
+            rows_end = start + writer.count
             self._shard = shard._replace(rows_end=rows_end, index_end=place.offset + place.length)
             self._index.add(request_id, place, rows_end)
             return artifacts_of(line, f"{self._tag}/{SHARDS}")
-
-    def _write(
-        self,
-        shard: Shard,
-        rows: int,
-        index: int,
-        write: Callable[[Writer], None],
-        manifest: Callable[[str, int, Writer], bytes],
-    ) -> tuple[Place, int, bytes]:
-        """Appends to the files of a shard; returns the line's place, the rows' end, the line."""
-        start = shard.rows_end + -shard.rows_end % _ALIGNED
-        visible = False  # whether a reader may have seen the line
-        try:
-            os.ftruncate(rows, start)
-            os.lseek(rows, start, os.SEEK_SET)
-            os.lseek(index, shard.index_end, os.SEEK_SET)
-            writer = Writer(rows)
-            write(writer)
-            os.fdatasync(rows)
-            line = manifest(rows_name(shard.number), start, writer)
-            write_all(index, memoryview(line[:-1]))
-            visible = True
-            write_all(index, memoryview(line[-1:]))
-            os.fdatasync(index)
-        except BaseException:
-            self._truncate(shard, rows, index, visible=visible)
-            raise
-        place = Place(self._tag, shard.number, shard.index_end, len(line))
-        return place, start + writer.count, line
 
     def _current_shard(self) -> Shard:
         """The shard to append to, a new shard if necessary. Raises OSError."""
