@@ -15,7 +15,6 @@ have not changed since the last check.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import Protocol
 
 ROW_BATCH_BYTES = 512
 """Approximate memory of a batch of rows, without the rows."""
@@ -287,16 +286,7 @@ class Budget:
             relieve([*self._shares], over + self.limit // _SPARE, self._why)
 
 
-class _Shrinkable(Protocol):
-    """A holder or a share."""
-
-    @property
-    def freeable(self) -> int: ...
-
-    def give_up(self, size: int, why: str) -> None: ...
-
-
-def relieve(holders: Sequence[_Shrinkable], size: int, why: str) -> None:
+def relieve(holders: Sequence[Holder | Share], size: int, why: str) -> None:
     """Makes the largest holders give up `size` bytes in all, down to a common level.
 
     A holder that fails frees more bytes than it was asked for. Smaller holders then keep theirs.
