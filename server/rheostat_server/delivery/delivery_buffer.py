@@ -36,10 +36,6 @@ class RowsOnDisk(Protocol):
     """Bytes of rows on disk."""
 
     @property
-    def memory(self) -> int:
-        """Bytes of memory of rows on their way to the disk or back."""
-
-    @property
     def excess(self) -> int:
         """Bytes of memory above the limit, which are written to the disk."""
 
@@ -50,7 +46,7 @@ class RowsOnDisk(Protocol):
     def refusal(self) -> CaptureOverflow | None:
         """The error if no more rows may come; None if they may."""
 
-    def relieve(self, size: int = 0) -> None:
+    def relieve(self, size: int) -> None:
         """Writes rows above the limit to the disk, and `size` bytes in addition."""
 
     def take(self) -> DeliveryItem | None:

@@ -141,16 +141,12 @@ class SpillQueue:
         self._allowed = buffer.limit
         """Bytes that the buffer may take before rows go to the disk."""
         self._memory = ByteCounter(buffer.total)
+        """Counts items before they are written and after they were read back."""
 
     @property
     def holds(self) -> bool:
         """Whether items wait here."""
         return bool(self._back or self._written or self._unwritten or self._writing)
-
-    @property
-    def memory(self) -> int:
-        """Bytes of memory of items before they are written and after they were read back."""
-        return self._memory.bytes
 
     @property
     def excess(self) -> int:
@@ -161,7 +157,7 @@ class SpillQueue:
         """The error if no more rows may wait above the limit; None if they may."""
         return self._failure or self._spill_manager.refusal()
 
-    def relieve(self, size: int = 0) -> None:
+    def relieve(self, size: int) -> None:
         """Writes rows above the limit to the disk, and `size` bytes in addition."""
         if size:
             self._allowed = max(0, min(self._allowed, self._buffer.used) - size)
@@ -199,7 +195,7 @@ class SpillQueue:
             self._written = 0
             self._feeds.clear()
             self._numbers.clear()
-            self._memory.add(-self.memory)
+            self._memory.add(-self._memory.bytes)
             self.rows = self.bytes = 0
             self._on_broken = lambda _: None  # it refers to the buffer's reader
             if self._task is None or self._task.done():
