@@ -17,7 +17,7 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,21 +70,24 @@ class SpillDirectory:
         """The open files of all readers."""
         self._guard = threading.Lock()
         self._made = 0
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise _unusable(folder, error) from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._sweep()
-        except OSError as error:
-            os.close(self._lock)
-            if isinstance(error, BlockingIOError):
+        with ExitStack() as resources:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                resources.callback(os.close, lock)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # `os.close` alone would leave it locked while a forked process has the descriptor.
+                resources.callback(fcntl.flock, lock, fcntl.LOCK_UN)
+                self._sweep()
+            except BlockingIOError as error:
                 raise SpoolFailed(
                     f"another server spools to {folder}: give each its own --spool"
                 ) from error
-            raise _unusable(folder, error) from error
+            except OSError as error:
+                raise SpoolFailed(
+                    f"the folder {folder} of --spool cannot be used: {error.strerror or error}"
+                ) from error
+            self._resources = resources.pop_all()
         self._open = True
 
     @property
@@ -132,9 +135,7 @@ class SpillDirectory:
             self.files.close()
             with suppress(OSError):
                 self._sweep()
-            # A forked process shares the descriptor, so closing ours would not unlock the folder.
-            fcntl.flock(self._lock, fcntl.LOCK_UN)
-            os.close(self._lock)
+            self._resources.close()
 
     def _sweep(self) -> None:
         for path in self.folder.glob(f"*{_SUFFIX}"):
@@ -261,7 +262,3 @@ def _read(file: _File, descriptor: int, most: int) -> bytes:
     if len(data) < size:
         raise SpillFileDamaged
     return data
-
-
-def _unusable(folder: Path, error: OSError) -> SpoolFailed:
-    return SpoolFailed(f"the folder {folder} of --spool cannot be used: {error.strerror or error}")
