@@ -32,7 +32,7 @@ from rheostat_server.tensors import FloatType
 from rheostat_wire.dtypes import StoredArray
 from rheostat_wire.v1 import tensor_pb2
 
-_CHUNK_POSITIONS = 8192
+CHUNK_POSITIONS = 8192
 """The most positions of a chunk, however small their rows: each has labels too."""
 
 _EMPTY = np.empty(0, dtype=np.int32)
@@ -351,7 +351,7 @@ class CaptureRows:
         while row_bytes := self.row_bytes:
             per_site = max(self._capture.decoded_bytes, self._payload, row_bytes)
             site_count = max(1, min(len(self._capture.sites), chunk_bytes // per_site))
-            most = min(max(1, chunk_bytes // (per_site * site_count)), _CHUNK_POSITIONS)
+            most = min(max(1, chunk_bytes // (per_site * site_count)), CHUNK_POSITIONS)
             if site_count == len(self._indices) and self._in_one_array:
                 column = self._take(self._indices, self.cut(frontier, most))
                 if column is None:

@@ -9,15 +9,13 @@ import numpy.typing as npt
 
 from rheostat_engine import Site
 from rheostat_server.capture.encodings import Form
+from rheostat_server.delivery.capture_rows import CHUNK_POSITIONS
 from rheostat_server.delivery.row_messages import CapturedRows, add_runs
 from rheostat_server.limits import CHUNK_BYTES
 from rheostat_server.runs.store import Run
 from rheostat_server.selectors.sites import write_site
 from rheostat_server.selectors.spans import runs
 from rheostat_wire.v1 import capture_pb2, tensor_pb2
-
-_CHUNK_POSITIONS = 8192
-"""The most positions of a message, however small their rows: each has labels too."""
 
 
 class RunChunk(NamedTuple):
@@ -66,7 +64,7 @@ def run_chunks(run: Run, sites: tuple[Site, ...], at: npt.NDArray[np.intp]) -> I
         at: indices of its positions, ascending.
     """
     row = run.width * run.dtype.itemsize
-    positions = min(_CHUNK_POSITIONS, max(1, CHUNK_BYTES // row))
+    positions = min(CHUNK_POSITIONS, max(1, CHUNK_BYTES // row))
     together = max(1, CHUNK_BYTES // max(1, row * len(at))) if len(at) <= positions else 1
     for first in range(0, len(sites), together):
         for start in range(0, len(at), positions):
