@@ -133,11 +133,6 @@ class Tables:
         """Approximate bytes in memory."""
         self._end = 0
 
-    @property
-    def rows(self) -> int:
-        """Rows of all tables."""
-        return sum(table.rows for table in self.all)
-
     def write(self, block: RowBlock) -> None:
         """Appends a block.
 
