@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from importlib.metadata import EntryPoint, entry_points
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from rheostat_server import validation
 from rheostat_server.errors import (
@@ -297,29 +297,26 @@ def _make(config: SinkConfig, plugins: Mapping[str, EntryPoint]) -> Sink:
             f"the sink {config.name} needs a plugin {config.plugin}; there are "
             f"{', '.join(sorted(plugins))}; a sink is given as in {EXAMPLE}"
         )
+    broken = f"the plugin {config.plugin} of the sink {config.name} is broken"
     try:
         sink: Sink = plugins[config.plugin].load()(config.name, config.settings)
-        _check_shape(config, sink)
+        problem = _problem_of(sink)
     except SinkSettingsError as error:
         raise SinksFailed(f"the sink {config.name} cannot be made: {error}") from error
-    except SinksFailed:
-        raise
     except Exception as error:  # a plugin may raise anything
-        raise SinksFailed(
-            f"the plugin {config.plugin} of the sink {config.name} is broken: "
-            f"{type(error).__name__}: {error}"
-        ) from error
+        raise SinksFailed(f"{broken}: {type(error).__name__}: {error}") from error
+    if problem:
+        raise SinksFailed(f"{broken}: {problem}")
     return sink
 
 
-def _check_shape(config: SinkConfig, sink: Sink) -> None:
-    def broken(why: str) -> NoReturn:
-        raise SinksFailed(f"the plugin {config.plugin} of the sink {config.name} is broken: {why}")
-
+def _problem_of(sink: Sink) -> str:
+    """What a sink lacks of the protocol; empty if it has everything."""
     for method in _METHODS:
         if not callable(getattr(sink, method, None)):
-            broken(f"its sink has no {method}()")
+            return f"its sink has no {method}()"
     if not all(isinstance(layout, Layout) for layout in sink.layouts):
-        broken("its layouts are not of type Layout")
+        return "its layouts are not of type Layout"
     if not all(isinstance(text, str) for pair in sink.options.items() for text in pair):
-        broken("its options are not texts")
+        return "its options are not texts"
+    return ""
