@@ -76,19 +76,14 @@ def make_manifest(
 
 def _projections(about: RequestAbout) -> dict[str, object]:
     """The directions of projected captures, if there are any."""
-    projections = {
-        str(capture.capture_index): {
-            "digests": list(capture.directions),
-            "rows": {str(layer): list(rows) for layer, rows in capture.direction_rows.items()},
-            **(
-                {"readouts": [readout._asdict() for readout in capture.readouts]}
-                if capture.readouts
-                else {}
-            ),
-        }
-        for capture in about.captures
-        if capture.directions
-    }
+    projections: dict[str, object] = {}
+    for capture in about.captures:
+        if capture.directions:
+            rows = {str(layer): list(rows) for layer, rows in capture.direction_rows.items()}
+            projection: dict[str, object] = {"digests": list(capture.directions), "rows": rows}
+            if capture.readouts:
+                projection["readouts"] = [readout._asdict() for readout in capture.readouts]
+            projections[str(capture.capture_index)] = projection
     return {"projections": projections} if projections else {}
 
 
