@@ -12,7 +12,7 @@ Invariants:
 import asyncio
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -271,28 +271,21 @@ class _Block:
     """Which of them have come: [sites, positions]."""
 
 
-@dataclass(slots=True)
 class Upload:
     """The rows of an upload that have come. It is used by one thread at a time."""
 
-    header: Header
-    draft: RunDraft
-    _numbers: dict[Site, int] = field(init=False)
-    """The index of each site."""
-    _step: int = field(init=False)
-    """Positions of a block."""
-    _blocks: list[_Block | None] = field(init=False)
-    _missing: int = field(init=False)
-    """Rows that have not come."""
-
-    def __post_init__(self) -> None:
+    def __init__(self, header: Header, draft: RunDraft) -> None:
         """No rows have come."""
-        about, count = self.header.about, len(self.header.positions)
+        about, count = header.about, len(header.positions)
+        self.header = header
+        self.draft = draft
         self._numbers = {site: number for number, site in enumerate(about.sites)}
-        position_bytes = len(about.sites) * about.width * about.dtype.itemsize
-        self._step = max(1, _BLOCK // position_bytes)
-        self._blocks = [None] * -(-count // self._step)
+        """The index of each site."""
+        self._step = max(1, _BLOCK // (len(about.sites) * about.width * about.dtype.itemsize))
+        """Positions of a block."""
+        self._blocks: list[_Block | None] = [None] * -(-count // self._step)
         self._missing = len(about.sites) * count
+        """Rows that have not come."""
 
     def add(self, message: run_service_pb2.RunRows) -> None:
         """Adds rows.
