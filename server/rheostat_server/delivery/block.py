@@ -77,11 +77,6 @@ class Block:
         return tuple(part.site for part in self.parts)
 
     @property
-    def rows(self) -> tuple[StoredArray, ...]:
-        """Per site, [positions, width]."""
-        return tuple(part.data for part in self.parts)
-
-    @property
     def size(self) -> int:
         """Bytes of the rows."""
         if self.joined is not None:

@@ -21,6 +21,7 @@ from rheostat_server.limits import CHUNK_BYTES
 from rheostat_server.selectors.selection import Selection
 from rheostat_server.selectors.spans import runs
 from rheostat_server.tensors import FloatType
+from rheostat_wire.dtypes import StoredArray
 from rheostat_wire.v1 import tensor_pb2, types_pb2
 
 PRE1, POST0, POST1, POST2 = (
@@ -53,6 +54,11 @@ def spec(*sites: Site, spans=((0, OPEN_END),), conditions=()) -> ResolvedCapture
     return ResolvedCapture(sites, Selection(spans, conditions), F32)
 
 
+def data_of(block: Block) -> list[StoredArray]:
+    """Per site, [positions, width]."""
+    return [part.data for part in block.parts]
+
+
 def labels(blocks: list[Block]) -> list[tuple[int, tuple[Site, ...], list[int]]]:
     return [(block.capture_index, block.sites, block.positions.tolist()) for block in blocks]
 
@@ -72,7 +78,7 @@ def test_rows_of_several_sites_come_together_and_each_once() -> None:
     assert waiting.add(both(1, 2)) == []
     (block,) = waiting.ready(TOKENS, 3)
     assert block.positions.tolist() == [0, 1, 2]
-    for site, data in zip(block.sites, block.rows, strict=True):
+    for site, data in zip(block.sites, data_of(block), strict=True):
         assert np.array_equal(data, rows(site, 0, 1, 2).data[0])
 
 
@@ -128,7 +134,7 @@ def test_rows_leave_once_all_sites_have_them() -> None:
     waiting.add(rows(POST1, 0, 1))
     (block,) = list(waiting.ready(TOKENS, 10))
     assert labels([block]) == [(0, (POST0, POST1), [0, 1])]
-    assert [part.tolist() for part in block.rows] == [
+    assert [part.tolist() for part in data_of(block)] == [
         [[200.0, 200.0], [201.0, 201.0]],
         [[400.0, 400.0], [401.0, 401.0]],
     ]
@@ -171,7 +177,8 @@ def test_both_names_of_a_site_get_its_rows() -> None:
     waiting.add(rows(POST0, 0))
     (block,) = list(waiting.ready(TOKENS, 9))
     assert block.sites == (POST0, PRE1)
-    assert block.rows[0].tolist() == block.rows[1].tolist() == [[200.0, 200.0]]
+    first, second = data_of(block)
+    assert first.tolist() == second.tolist() == [[200.0, 200.0]]
 
 
 def test_a_position_that_one_site_lost_is_missing_at_all() -> None:
@@ -180,7 +187,7 @@ def test_a_position_that_one_site_lost_is_missing_at_all() -> None:
     waiting.add(rows(POST1, 0, 2))
     (block,) = list(waiting.ready(TOKENS, 9))
     assert block.positions.tolist() == [0, 2]
-    assert block.rows[0].tolist() == [[200.0, 200.0], [202.0, 202.0]]
+    assert data_of(block)[0].tolist() == [[200.0, 200.0], [202.0, 202.0]]
     assert waiting.lost(((0, 3),)) == ((1, 2),)
 
 
@@ -198,7 +205,7 @@ def test_rows_of_tokens_that_are_not_selected_end_here() -> None:
         (0, (POST0, POST1), [1, 3, 6]),
         (1, (POST0,), [2, 4, 5, 7]),
     ]
-    assert [part[:, 0].tolist() for part in first.rows] == [
+    assert [part[:, 0].tolist() for part in data_of(first)] == [
         [201.0, 203.0, 206.0],
         [401.0, 403.0, 406.0],
     ]

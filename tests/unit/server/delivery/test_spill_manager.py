@@ -80,7 +80,7 @@ class Watched:
         if isinstance(item, End):
             self.ended.append(name)
         elif isinstance(item, Chunk):
-            for rows in item.block.rows:
+            for _, rows, _ in item.block.parts:
                 assert rows[:, 0].tolist() == item.block.positions.tolist()
             self.given[name] += item.block.positions.tolist()
         elif isinstance(item, Loss):
