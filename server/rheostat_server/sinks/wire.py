@@ -92,7 +92,6 @@ def to_artifact(entry: SinkArtifact) -> capture_service_pb2.Artifact:
 
 def group_targets(
     targets: Sequence[tuple[int, Target]],  # index of the capture, its target
-    path: str = "captures",
 ) -> list[tuple[Target, tuple[int, ...]]]:
     """Groups captures into recordings by sink and tag.
 
@@ -106,7 +105,7 @@ def group_targets(
             raise InvalidValue(
                 f"captures {members[0]} and {index} go to one sink under one tag with different "
                 "layouts or options: give them different tags",
-                field=f"{path}[{index}].sink",
+                field=f"captures[{index}].sink",
             )
         members.append(index)
     return [(target, tuple(members)) for target, members in groups.values()]
