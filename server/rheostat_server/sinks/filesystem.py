@@ -195,10 +195,10 @@ class Filesystem:
         finally:
             with self._lock:
                 shards.users -= 1
-                unused = [tag for tag, shards in self._shards.items() if not shards.users]
+                unused = [name for name, each in self._shards.items() if not each.users]
                 if not self.index.has_pending:  # otherwise the index lacks some of their requests
-                    for tag in unused[: max(0, len(unused) - _TAGS)]:
-                        del self._shards[tag]
+                    for name in unused[: max(0, len(unused) - _TAGS)]:
+                        del self._shards[name]
 
     def end_recording(self, about: RequestAbout) -> None:
         """Lets the request's id and tag be recorded again."""
