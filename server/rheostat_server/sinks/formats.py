@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 
 import numpy as np
+from numpy.lib.format import write_array_header_1_0
 
 from rheostat_server.sinks.disk import Writer
 from rheostat_server.sinks.protocol import RequestAbout
@@ -112,7 +113,6 @@ def _write_npz(out: Writer, text: str, columns: Sequence[ColumnValues], spool: i
             header = {"descr": kind.str, "fortran_order": False, "shape": shape}
             info = zipfile.ZipInfo(f"{values.name}.npy")
             with archive.open(info, "w", force_zip64=True) as member:
-                # numpy has no types for this function.
-                np.lib.format.write_array_header_1_0(member, header)  # type: ignore[no-untyped-call]
+                write_array_header_1_0(member, header)  # type: ignore[no-untyped-call]  # untyped
                 for part in values.read(spool):
                     member.write(part)
