@@ -94,7 +94,7 @@ def resolve_gate(
     form, a, b = _form(message, path, summed=evidence.summed)
     conditions, combine, _ = evidence
     gate = Gate(conditions, combine, form, a, b, hold.kind, hold.tokens, message.invert)
-    return _placed(gate, message, probes, sites, model, context, path)
+    return placed_gate(gate, message, sites, probes, model, context, path)
 
 
 def gate_probe_names(message: gate_pb2.Gate) -> tuple[str, ...]:
@@ -119,35 +119,6 @@ def resolve_rule_gate(
     conditions, combine, summed = _evidence(message, probes, context, path, "rule")
     threshold = _threshold(message, path, required=summed)
     return Gate(conditions, combine, Form.STEP, threshold, 0.0, Hold.TOKEN)
-
-
-def held_gate(
-    fires: Gate,
-    hold: Held,
-    message: monitor_pb2.Rule,
-    sites: Sequence[Site],
-    probes: Mapping[str, Probe],
-    model: ModelSites,
-    context: SelectionContext,
-    path: str,
-) -> Gate:
-    """The gate of an intervention of a rule.
-
-    Args:
-        fires: the gate that is open at the tokens at which the rule fires.
-        hold: how long the rule acts.
-        message: the rule.
-        sites: the sites at which the intervention acts.
-        probes: the probes of the rule's request.
-        model: the model's sites.
-        context: the request.
-        path: the rule's path.
-
-    Raises:
-        GateOrder: a probe is read too late for its sites.
-    """
-    gate = fires._replace(hold=hold.kind, tokens=hold.tokens)
-    return _placed(gate, message, probes, sites, model, context, path)
 
 
 class _Evidence(NamedTuple):
@@ -239,16 +210,25 @@ def _reads_before(probe: Probe, sites: Sequence[Site], model: ModelSites) -> boo
     return last.index < first.index and not parallel
 
 
-def _placed(
+def placed_gate(
     gate: Gate,
     message: gate_pb2.Gate | monitor_pb2.Rule,
-    probes: Mapping[str, Probe],
     sites: Sequence[Site],
+    probes: Mapping[str, Probe],
     model: ModelSites,
     context: SelectionContext,
     path: str,
 ) -> Gate:
     """A gate that multiplies what acts at some sites; late if a probe is not read before them.
+
+    Args:
+        gate: how it is open, wherever it acts.
+        message: the gate, or the rule that it belongs to.
+        sites: the sites at which the intervention acts.
+        probes: the probes of its request.
+        model: the model's sites.
+        context: the request.
+        path: the message's path.
 
     Raises:
         GateOrder: a probe is read too late for the token that is read, and the gate acts there, or

@@ -1,6 +1,6 @@
 """Resolves steering to interventions, each of which has an act for the engine."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import itemgetter
@@ -20,17 +20,14 @@ from rheostat_server.selectors.sites import (
     write_site,
 )
 from rheostat_server.steering.directions import check_directions
-from rheostat_server.steering.gates import gate_probe_names, resolve_gate
+from rheostat_server.steering.gates import gate_probe_names, placed_gate, resolve_gate
 from rheostat_server.steering.ops import ResolvedOp, check_served, resolve_op, vector_refs
 from rheostat_server.steering.probes import Probe
 from rheostat_server.steering.replacements import OpContext
 from rheostat_server.tensors import FloatType
 from rheostat_server.validation import field_path
 from rheostat_server.vectors.store import VectorView
-from rheostat_wire.v1 import (
-    receipt_pb2,
-    steering_pb2,
-)
+from rheostat_wire.v1 import monitor_pb2, receipt_pb2, steering_pb2
 
 INTERVENTION_PATH = "steering.interventions"
 
@@ -154,8 +151,9 @@ class RuleSteering(NamedTuple):
     name: str
     path: str
     """The path of the rule."""
-    gate_at: Callable[[Sequence[Site]], Gate]
-    """The gate of an intervention that acts at some sites."""
+    message: monitor_pb2.Rule
+    gate: Gate
+    """Open as long as the rule acts, wherever it acts."""
 
 
 def resolve_steering(
@@ -190,21 +188,37 @@ def resolve_steering(
     if rule is not None:
         path = field_path(rule.path, "steer.interventions")
     validation.check_count(len(steering.interventions), INTERVENTIONS, path, "interventions")
-    return tuple(
-        _resolve(
-            intervention,
-            model,
-            context,
-            vectors,
-            origin,
-            index,
-            f"{path}[{index}]",
-            runs,
-            probes,
-            rule,
+    found: list[Intervention] = []
+    for index, message in enumerate(steering.interventions):
+        here = f"{path}[{index}]"
+        check_served(message, here)
+        _check_gated(message, here, probes, rule)
+        if not message.HasField("sites"):
+            raise MissingField("sites are required", field=field_path(here, "sites"))
+        sites = resolve_sites(message.sites, model, field_path(here, "sites"))
+        refuse_what_is_no_stream(sites, field_path(here, "sites"))
+        refuse_double_names(sites, field_path(here, "sites"))
+        selection = resolve_where(message, context, here)
+        op = resolve_op(message, OpContext(sites, selection, context, model, vectors, runs), here)
+        check_directions(op, [field_path(op.path, where) for where, _ in vector_refs(message)])
+        gate = None
+        if probes is not None and rule is not None:
+            gate = placed_gate(rule.gate, rule.message, op.sites, probes, model, context, rule.path)
+        elif probes is not None and message.HasField("gate"):
+            gate = resolve_gate(message, op.sites, probes, model, context, here)
+        found.append(
+            Intervention(
+                origin,
+                index,
+                op,
+                selection,
+                gate,
+                "" if rule is None else rule.name,
+                signals=message.gate.signals,
+                gate_probes=gate_probe_names(message.gate),
+            )
         )
-        for index, intervention in enumerate(steering.interventions)
-    )
+    return tuple(found)
 
 
 def check_sums(interventions: Sequence[Intervention], kind: FloatType) -> None:
@@ -289,49 +303,23 @@ def _excess(addends: Sequence[_Addend], largest: float) -> list[_Addend]:
     return []
 
 
-def _resolve(
+def _check_gated(
     intervention: steering_pb2.Intervention,
-    model: ModelSites,
-    context: SelectionContext,
-    vectors: VectorView,
-    origin: receipt_pb2.Origin.ValueType,
-    index: int,
     path: str,
-    runs: RunStore | None,
     probes: Mapping[str, Probe] | None,
     rule: RuleSteering | None,
-) -> Intervention:
-    check_served(intervention, path)
-    if intervention.HasField("gate") and rule is not None:
+) -> None:
+    """Refuses a gate where there can be none; see `resolve_steering`."""
+    if not intervention.HasField("gate"):
+        return
+    field = field_path(path, "gate")
+    if rule is not None:
         raise InvalidValue(
-            "what a rule steers has no gate of its own: the rule decides when it acts",
-            field=field_path(path, "gate"),
+            "what a rule steers has no gate of its own: the rule decides when it acts", field=field
         )
-    if intervention.HasField("gate") and probes is None:
+    if probes is None:
         raise NotSupported(
             "gates are served in the steering of a GenerateRequest and of the server alone: not in "
             "updates, or in the background of a sweep",
-            field=field_path(path, "gate"),
+            field=field,
         )
-    if not intervention.HasField("sites"):
-        raise MissingField("sites are required", field=field_path(path, "sites"))
-    sites = resolve_sites(intervention.sites, model, field_path(path, "sites"))
-    refuse_what_is_no_stream(sites, field_path(path, "sites"))
-    refuse_double_names(sites, field_path(path, "sites"))
-    selection = resolve_where(intervention, context, path)
-    op = resolve_op(intervention, OpContext(sites, selection, context, model, vectors, runs), path)
-    paths = [field_path(op.path, where) for where, _ in vector_refs(intervention)]
-    check_directions(op, paths)
-    gate = None if rule is None else rule.gate_at(op.sites)
-    if probes is not None and intervention.HasField("gate"):
-        gate = resolve_gate(intervention, op.sites, probes, model, context, path)
-    return Intervention(
-        origin,
-        index,
-        op,
-        selection,
-        gate,
-        "" if rule is None else rule.name,
-        signals=gate is not None and intervention.gate.signals,
-        gate_probes=gate_probe_names(intervention.gate),
-    )

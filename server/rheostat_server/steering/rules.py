@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rheostat_engine import Gate, Hold, Kind, ModelSites, Plan, Signals, Site
+from rheostat_engine import Gate, Hold, Kind, ModelSites, Plan, Signals
 from rheostat_server import validation
 from rheostat_server.errors import InvalidValue, MissingField, NotSupported
 from rheostat_server.limits import LABEL_VALUE_BYTES, RULES
@@ -21,7 +21,7 @@ from rheostat_server.runs.store import RunStore
 from rheostat_server.selectors.selection import Selection, SelectionContext
 from rheostat_server.selectors.sites import write_site
 from rheostat_server.steering.gains import check_form, check_indices
-from rheostat_server.steering.gates import Held, held_gate, resolve_hold, resolve_rule_gate
+from rheostat_server.steering.gates import Held, placed_gate, resolve_hold, resolve_rule_gate
 from rheostat_server.steering.interventions import Intervention, RuleSteering, resolve_steering
 from rheostat_server.steering.ops import ResolvedOp
 from rheostat_server.steering.probes import Probe
@@ -45,7 +45,7 @@ class Rule(NamedTuple):
     gate: Gate
     """Open at the tokens at which it fires."""
     stop: Stop | None
-    """None: it is only observed."""
+    """None: it does not end a sample."""
     watch: str = ""
     """The id of the watch that it belongs to; empty: it is the request's own, or the policy's."""
     policy: int = 0
@@ -54,6 +54,13 @@ class Rule(NamedTuple):
     """Whether it steers."""
     gains: bool = False
     """Whether it multiplies the request's own steering."""
+    hold: Held = Held(Hold.REST)
+    """How long it acts, if it steers or multiplies."""
+
+    @property
+    def held_gate(self) -> Gate:
+        """Open as long as it acts."""
+        return self.gate._replace(hold=self.hold.kind, tokens=self.hold.tokens)
 
     @property
     def action(self) -> str:
@@ -89,8 +96,9 @@ def resolve_rules(
             )
         stop = _stop(message, path)
         gate = resolve_rule_gate(message, probes, context, path)
+        hold = resolve_hold(message, path, Hold.REST)
         steers, gains = message.HasField("steer"), message.HasField("gain")
-        found[name] = Rule(name, gate, stop, steers=steers, gains=gains)
+        found[name] = Rule(name, gate, stop, steers=steers, gains=gains, hold=hold)
     return tuple(found.values())
 
 
@@ -123,22 +131,11 @@ def resolve_rule_steering(
         if not message.HasField("steer"):
             continue
         path = f"rules[{index}]"
-        hold = resolve_hold(message, path, Hold.REST)
         if not message.steer.interventions:
             raise MissingField(
                 "at least one intervention is required",
                 field=field_path(path, "steer.interventions"),
             )
-
-        def gate_at(
-            sites: Sequence[Site],
-            fires: Gate = rule.gate,
-            hold: Held = hold,
-            message: monitor_pb2.Rule = message,
-            path: str = path,
-        ) -> Gate:
-            return held_gate(fires, hold, message, sites, probes, model, context, path)
-
         found += resolve_steering(
             message.steer,
             model,
@@ -147,7 +144,7 @@ def resolve_rule_steering(
             receipt_pb2.ORIGIN_RULE,
             runs,
             probes,
-            RuleSteering(rule.name, path, gate_at),
+            RuleSteering(rule.name, path, message, rule.held_gate),
         )
     return tuple(found)
 
@@ -177,10 +174,9 @@ def steered_by(
     Raises:
         GateOrder: the rule acts at the token that was read, and not behind it.
     """
-    hold = resolve_hold(message, path, Hold.REST)
     found = []
     for index, (op, selection) in enumerate(steered):
-        gate = held_gate(rule.gate, hold, message, op.sites, probes, model, context, path)
+        gate = placed_gate(rule.held_gate, message, op.sites, probes, model, context, path)
         found.append(Intervention(origin, index, op, selection, gate, rule.name))
     return tuple(found)
 
@@ -218,7 +214,6 @@ def with_rule_gains(
         if not own and (rule.policy or rule.watch):
             continue  # another's rule, and nothing to multiply
         check_indices(message.gain, len(own), field)
-        hold = resolve_hold(message, path, Hold.REST)
         for index in sorted(set(message.gain.interventions or range(len(own)))):
             intervention = found[index]
             if intervention.gate is not None:
@@ -227,9 +222,8 @@ def with_rule_gains(
                     "rule multiplies interventions without either",
                     field=field,
                 )
-            gate = held_gate(
-                rule.gate, hold, message, intervention.op.sites, probes, model, context, path
-            )
+            sites = intervention.op.sites
+            gate = placed_gate(rule.held_gate, message, sites, probes, model, context, path)
             gate = gate._replace(invert=True, factor=message.gain.factor)
             found[index] = replace(intervention, gate=gate, gained_by=path)
     return tuple(found)
@@ -291,7 +285,6 @@ def check_shared_gain(message: monitor_pb2.Rule, path: str) -> None:
     """
     if message.HasField("gain"):
         check_form(message.gain, field_path(path, "gain"))
-        resolve_hold(message, path, Hold.REST)
 
 
 def _stop(message: monitor_pb2.Rule, path: str) -> Stop | None:
