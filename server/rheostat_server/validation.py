@@ -7,6 +7,8 @@ import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 
+from google.protobuf.message import Message
+
 from rheostat_server.errors import (
     InvalidValue,
     MissingField,
@@ -66,6 +68,17 @@ def finite(value: float, path: str) -> float:
     if not math.isfinite(value):
         raise NonFinite("must be a finite number", field=path)
     return value
+
+
+def optional_number(message: Message, name: str, path: str, default: float) -> float:
+    """A field of a message at `path`, or the default if it is not set.
+
+    Raises:
+        NonFinite: the number is infinite or not a number.
+    """
+    if not message.HasField(name):
+        return default
+    return finite(getattr(message, name), field_path(path, name))
 
 
 def check_count(count: int, limit: int, path: str, noun: str) -> None:

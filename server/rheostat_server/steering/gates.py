@@ -9,6 +9,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
+from google.protobuf.message import Message
+
 from rheostat_engine import (
     MAX_CONDITIONS,
     MAX_TERMS,
@@ -279,7 +281,7 @@ def _condition(
         pool = _enum(message.pool, _POOL, field_path(path, "pool"))
     if message.HasField("combine_sites"):
         combine = _enum(message.combine_sites, _COMBINE, field_path(path, "combine_sites"))
-    above, below, for_tokens = -math.inf, math.inf, 1
+    for_tokens = 1
     bounded = [field.name for field, _ in message.ListFields() if field.name in _BOUNDS]
     if combine is Combine.SUM and bounded:
         raise InvalidValue(
@@ -287,10 +289,8 @@ def _condition(
             "with a threshold",
             field=field_path(path, bounded[0]),
         )
-    if message.HasField("above"):
-        above = validation.finite(message.above, field_path(path, "above"))
-    if message.HasField("below"):
-        below = validation.finite(message.below, field_path(path, "below"))
+    above = validation.optional_number(message, "above", path, -math.inf)
+    below = validation.optional_number(message, "below", path, math.inf)
     if message.HasField("for_tokens"):
         for_tokens = _tokens(message.for_tokens, field_path(path, "for_tokens"))
         if probe.reads_once and for_tokens > 1:
@@ -304,8 +304,6 @@ def _condition(
         raise InvalidValue(
             f"no value is above {above:g} and below {below:g}", field=field_path(path, "below")
         )
-    decided_at = context.prompt_len - 1 if message.after_prompt else NEVER
-    stays_above, stays_below = _stays(message, path)
     return GateCondition(
         probe.columns,
         pool,
@@ -313,29 +311,25 @@ def _condition(
         above,
         below,
         for_tokens,
-        decided_at,
-        stays_above,
-        stays_below,
+        decided_at=context.prompt_len - 1 if message.after_prompt else NEVER,
+        stays_above=_stays(message, "above", path),
+        stays_below=_stays(message, "below", path),
     )
 
 
-def _stays(message: gate_pb2.Condition, path: str) -> tuple[float | None, float | None]:
-    """The bounds within which a condition that holds keeps holding; None where not given."""
-    found: list[float | None] = []
-    for name, bound, sign in (("stays_above", "above", -1), ("stays_below", "below", 1)):
-        if not message.HasField(name):  # type: ignore[arg-type]  # a field of the message
-            found.append(None)
-            continue
-        field = field_path(path, name)
-        if not message.HasField(bound):  # type: ignore[arg-type]  # as above
-            raise InvalidValue(f"needs the bound `{bound}`", field=field)
-        number, first = validation.finite(getattr(message, name), field), getattr(message, bound)
-        if sign * (number - first) <= 0:
-            side = "below" if sign < 0 else "above"
-            raise InvalidValue(f"must be {side} the bound `{bound}`, {first:g}", field=field)
-        found.append(number)
-    above, below = found
-    return above, below
+def _stays(message: Message, bound: str, path: str) -> float | None:
+    """The bound within which a condition that holds keeps holding; None if it is not given."""
+    name = f"stays_{bound}"
+    if not message.HasField(name):
+        return None
+    field = field_path(path, name)
+    if not message.HasField(bound):
+        raise InvalidValue(f"needs the bound `{bound}`", field=field)
+    number, first = validation.finite(getattr(message, name), field), getattr(message, bound)
+    side = "below" if bound == "above" else "above"
+    if not (number < first if side == "below" else number > first):
+        raise InvalidValue(f"must be {side} the bound `{bound}`, {first:g}", field=field)
+    return number
 
 
 def _form(message: gate_pb2.Gate, path: str, *, summed: bool) -> tuple[Form, float, float]:
@@ -380,9 +374,9 @@ def _threshold(
     return 0.5
 
 
-def _required_number(message: gate_pb2.Sigmoid | gate_pb2.Ramp, name: str, path: str) -> float:
+def _required_number(message: Message, name: str, path: str) -> float:
     field = field_path(path, name)
-    if not message.HasField(name):  # type: ignore[arg-type]  # a field of the message
+    if not message.HasField(name):
         raise MissingField("a number is required", field=field)
     return validation.finite(getattr(message, name), field)
 

@@ -7,6 +7,8 @@ All its fields are checked nevertheless.
 import math
 from dataclasses import dataclass
 
+from google.protobuf.message import Message
+
 from rheostat_engine import Act, Activation, Band, Kind, Readout, Site, Spans
 from rheostat_server import validation
 from rheostat_server.errors import InvalidValue, MissingField
@@ -22,7 +24,7 @@ from rheostat_server.steering.replacements import (
 from rheostat_server.steering.vector_lookup import find_vector, rows_by_layer
 from rheostat_server.validation import field_path
 from rheostat_server.vectors.store import Vector
-from rheostat_wire.v1 import receipt_pb2, replace_pb2, steering_pb2, vector_pb2
+from rheostat_wire.v1 import receipt_pb2, steering_pb2, vector_pb2
 
 SERVED: dict[str, receipt_pb2.Op.ValueType] = {
     "add": receipt_pb2.OP_ADD,
@@ -256,20 +258,16 @@ def _numbers(intervention: steering_pb2.Intervention, path: str) -> tuple[float,
         case "scale":
             if not intervention.scale.HasField("factor"):
                 raise MissingField("a factor is required", field=field_path(path, "factor"))
-            factor = validation.finite(intervention.scale.factor, field_path(path, "factor"))
             scale = intervention.scale
+            factor = validation.finite(scale.factor, field_path(path, "factor"))
             readout, writes = _read(scale, path), scale.HasField("write")
             return 1.0, (Band(0.0, 0.0, 1.0 - factor, readout, writes),)
         case "norm_add":
-            return _scale(intervention.norm_add, path), ()
+            return validation.optional_number(intervention.norm_add, "scale", path, 1.0), ()
         case "replace":
             return _fraction(intervention.replace, "alpha", path), ()
         case _:
-            return _scale(intervention.add, path), ()
-
-
-def _scale(op: steering_pb2.Add | steering_pb2.NormAdd, path: str) -> float:
-    return validation.finite(op.scale, field_path(path, "scale")) if op.HasField("scale") else 1.0
+            return validation.optional_number(intervention.add, "scale", path, 1.0), ()
 
 
 def _check_count(count: int, path: str, what: str) -> None:
@@ -281,11 +279,8 @@ def _check_count(count: int, path: str, what: str) -> None:
 def _band(band: steering_pb2.Band, path: str) -> Band:
     if not band.HasField("min") and not band.HasField("max"):
         raise MissingField("at least one of min and max is required", field=path)
-    low, high = -math.inf, math.inf
-    if band.HasField("min"):
-        low = validation.finite(band.min, field_path(path, "min"))
-    if band.HasField("max"):
-        high = validation.finite(band.max, field_path(path, "max"))
+    low = validation.optional_number(band, "min", path, -math.inf)
+    high = validation.optional_number(band, "max", path, math.inf)
     if low > high:
         raise InvalidValue(
             f"max is {high:g}, which is below min, {low:g}", field=field_path(path, "max")
@@ -308,14 +303,9 @@ def _read(op: steering_pb2.Band | steering_pb2.Scale, path: str) -> Readout:
     return readout
 
 
-def _fraction(
-    op: steering_pb2.Ablate | steering_pb2.Band | replace_pb2.Replace, name: str, path: str
-) -> float:
+def _fraction(op: Message, name: str, path: str) -> float:
     """A number from 0 to 1, by default 1."""
-    if not op.HasField(name):  # type: ignore[arg-type]  # a field that each of them may have
-        return 1.0
-    field = field_path(path, name)
-    fraction = validation.finite(getattr(op, name), field)
+    fraction = validation.optional_number(op, name, path, 1.0)
     if not 0 <= fraction <= 1:
-        raise InvalidValue("must be 0 to 1", field=field)
+        raise InvalidValue("must be 0 to 1", field=field_path(path, name))
     return fraction

@@ -51,10 +51,9 @@ def resolve_readout(readout: vector_pb2.Readout, path: str) -> Readout:
     if readout.HasField("activation"):
         activation = readout.activation
         validation.known_enum(activation, _ACTIVATION, field_path(path, "activation"))
-    if readout.HasField("bias"):
-        validation.finite(readout.bias, field_path(path, "bias"))
+    bias = validation.optional_number(readout, "bias", path, 0.0)
     _check_theta(readout, activation, path)
-    return Readout(_NORMALISE[normalise], _ACTIVATION[activation], readout.bias, readout.theta)
+    return Readout(_NORMALISE[normalise], _ACTIVATION[activation], bias, readout.theta)
 
 
 def read_numbers(
