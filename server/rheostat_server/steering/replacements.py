@@ -8,7 +8,8 @@ never lacks a row, even if its run is deleted meanwhile.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from dataclasses import replace as replace_fields
 from itertools import zip_longest
@@ -164,7 +165,8 @@ def resolve_replacement(replace: replace_pb2.Replace, context: OpContext, path: 
         case "vector":
             replacement = _from_vector(replace, context, field)
         case "zeros":
-            replacement = _from_zeros(context, field)
+            zeros = np.zeros((1, context.model.width), np.float32)
+            replacement = _row_for_all_positions(zeros, context, field)
         case "rows":
             replacement = _from_rows(replace, context, field)
         case "run":
@@ -230,10 +232,6 @@ def _from_vector(replace: replace_pb2.Replace, context: OpContext, path: str) ->
     )
 
 
-def _from_zeros(context: OpContext, path: str) -> Replacement:
-    return _row_for_all_positions(np.zeros((1, context.model.width), np.float32), context, path)
-
-
 def _row_for_all_positions(rows: FloatArray, context: OpContext, path: str) -> Replacement:
     """A replacement by rows [1, W] for all sites, or [sites, W]."""
     vector = make_vector(FloatType.FLOAT32, len(rows), rows.shape[1], rows.tobytes(), path)
@@ -264,8 +262,7 @@ def _row_per_position(
 
 
 def _from_run(source: replace_pb2.RunSource, context: OpContext, path: str) -> Replacement:
-    run = _find_run(source.run_id, context, path)
-    try:
+    with _held_run(source.run_id, context, path) as run:
         positions = context.positions(run.dtype, path)
         wanted = _source_positions(source, run, positions, context, path)
         field = field_path(path, "positions") if source.HasField("positions") else path
@@ -276,14 +273,11 @@ def _from_run(source: replace_pb2.RunSource, context: OpContext, path: str) -> R
             sites = (site,) * len(sites)
         rows = np.stack([_rows_of(run, site, path)[at] for site in sites])
         replacement = _row_per_position(run.dtype, rows.tobytes(), positions, context, path)
-    finally:
-        _runs(context, path).release(run)
     return replace_fields(replacement, run_id=run.id, source_positions=tuple(wanted))
 
 
 def _from_mean(source: replace_pb2.MeanSource, context: OpContext, path: str) -> Replacement:
-    run = _find_run(source.run_id, context, path)
-    try:
+    with _held_run(source.run_id, context, path) as run:
         at = averaged_rows(source, run, path)
         means = np.stack(
             [
@@ -291,9 +285,7 @@ def _from_mean(source: replace_pb2.MeanSource, context: OpContext, path: str) ->
                 for site in context.sites.sites
             ]
         ).astype(np.float32)
-        return replace_fields(_row_for_all_positions(means, context, path), run_id=run.id)
-    finally:
-        _runs(context, path).release(run)
+    return replace_fields(_row_for_all_positions(means, context, path), run_id=run.id)
 
 
 def averaged_rows(source: replace_pb2.MeanSource, run: Run, path: str) -> npt.NDArray[np.intp]:
@@ -357,29 +349,29 @@ def _noise_std(source: replace_pb2.NoiseSource, model: ModelSites, path: str) ->
     return given * model.embedding_std
 
 
-def _runs(context: OpContext, path: str) -> RunStore:
+@contextmanager
+def _held_run(run_id: str, context: OpContext, path: str) -> Iterator[Run]:
+    """A run, which is not evicted while the context lasts.
+
+    Raises:
+        NotSupported: runs cannot be used here.
+        RunNotFound: there is none.
+        VectorShape: its rows are not rows of this model's stream.
+    """
     if context.runs is None:
         raise NotSupported(
             "runs cannot be used here, because they belong to a prompt: send the Replace with a "
             "request",
             field=path,
         )
-    return context.runs
-
-
-def _find_run(run_id: str, context: OpContext, path: str) -> Run:
-    """A run, which the caller must release.
-
-    Raises:
-        RunNotFound: there is none.
-        VectorShape: its rows are not rows of this model's stream.
-    """
-    runs, field = _runs(context, path), field_path(path, "run_id")
-    run = runs.hold(validation.matches(run_id, RUN_ID, field), field)
-    if run.width != context.model.width:
-        runs.release(run)
-        raise _shape([run.width], [context.model.width], field)
-    return run
+    field = field_path(path, "run_id")
+    run = context.runs.hold(validation.matches(run_id, RUN_ID, field), field)
+    try:
+        if run.width != context.model.width:
+            raise _shape([run.width], [context.model.width], field)
+        yield run
+    finally:
+        context.runs.release(run)
 
 
 def _source_positions(
