@@ -7,6 +7,7 @@ tokens; see `_check_late`.
 
 import math
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import NamedTuple, TypeVar
 
 from google.protobuf.message import Message
@@ -198,12 +199,11 @@ def _probe_of(condition: gate_pb2.Condition, probes: Mapping[str, Probe], path: 
     )
 
 
-def _reads_before(probe: Probe, sites: Sequence[Site], model: ModelSites) -> bool:
-    """Whether a probe has read all its sites before an intervention acts.
+def _is_before(last: Site, first: Site, model: ModelSites) -> bool:
+    """Whether the last site of a probe is before the first one at which an intervention acts.
 
     In a block whose branches run in parallel, neither `attn_out` nor `mlp_out` is before the other.
     """
-    last, first = _last(probe.sites), _first(sites)
     parallel = (
         Point.RESID_MID in model.refused
         and last.index // _PER_LAYER == first.index // _PER_LAYER
@@ -236,11 +236,12 @@ def placed_gate(
         GateOrder: a probe is read too late for the token that is read, and the gate acts there, or
             is not open or shut at each token.
     """
+    first = min(sites, key=attrgetter("index"))
     for index, condition in enumerate(message.conditions):
         probe = probes[condition.probe_name]
-        if _reads_before(probe, sites, model):
+        last = max(probe.sites, key=attrgetter("index"))
+        if _is_before(last, first, model):
             continue
-        last, first = _last(probe.sites), _first(sites)
         problem = (
             f"the probe {probe.name!r} reads at {last.point.value} {last.layer}, which is not "
             f"before {first.point.value} {first.layer}, where the intervention acts"
@@ -263,14 +264,6 @@ def placed_gate(
             )
         return late._replace(end=context.row_end)
     return gate
-
-
-def _last(sites: Sequence[Site]) -> Site:
-    return max(sites, key=lambda site: site.index)
-
-
-def _first(sites: Sequence[Site]) -> Site:
-    return min(sites, key=lambda site: site.index)
 
 
 def _condition(
@@ -392,17 +385,10 @@ def resolve_hold(message: gate_pb2.Gate | monitor_pb2.Rule, path: str, default: 
         return Held(default)
     path = field_path(path, "hold")
     options = "token, next_token, tokens, rest and until_read"
-    match validation.required(message.hold.WhichOneof("kind"), path, options):
-        case "token":
-            return Held(Hold.TOKEN)
-        case "next_token":
-            return Held(Hold.NEXT_TOKEN)
-        case "tokens":
-            return Held(Hold.TOKENS, _tokens(message.hold.tokens, field_path(path, "tokens")))
-        case "rest":
-            return Held(Hold.REST)
-        case _:
-            return Held(Hold.UNTIL_READ)
+    kind = validation.required(message.hold.WhichOneof("kind"), path, options)
+    if kind == "tokens":
+        return Held(Hold.TOKENS, _tokens(message.hold.tokens, field_path(path, "tokens")))
+    return Held(Hold[kind.upper()])
 
 
 def _tokens(count: int, path: str) -> int:
