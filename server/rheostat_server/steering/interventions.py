@@ -9,20 +9,15 @@ from typing import NamedTuple
 from rheostat_engine import Act, Gate, ModelSites, Site
 from rheostat_engine.cached_property import cached_property
 from rheostat_server import validation
-from rheostat_server.errors import InvalidValue, MissingField, NonFinite, NotSupported
+from rheostat_server.errors import InvalidValue, NonFinite, NotSupported
 from rheostat_server.limits import INTERVENTIONS
 from rheostat_server.runs.store import RunStore
 from rheostat_server.selectors.selection import Selection, SelectionContext, resolve_where
-from rheostat_server.selectors.sites import (
-    refuse_double_names,
-    refuse_what_is_no_stream,
-    resolve_sites,
-    write_site,
-)
+from rheostat_server.selectors.sites import write_site
 from rheostat_server.steering.directions import check_directions
 from rheostat_server.steering.gates import gate_probe_names, placed_gate, resolve_gate
-from rheostat_server.steering.ops import ResolvedOp, check_served, resolve_op, vector_refs
-from rheostat_server.steering.probes import Probe
+from rheostat_server.steering.ops import SERVED, ResolvedOp, resolve_op, vector_refs
+from rheostat_server.steering.probes import Probe, stream_sites
 from rheostat_server.steering.replacements import OpContext
 from rheostat_server.tensors import FloatType
 from rheostat_server.validation import field_path
@@ -191,13 +186,9 @@ def resolve_steering(
     found: list[Intervention] = []
     for index, message in enumerate(steering.interventions):
         here = f"{path}[{index}]"
-        check_served(message, here)
+        validation.required(message.WhichOneof("op"), here, ", ".join(SERVED))
         _check_gated(message, here, probes, rule)
-        if not message.HasField("sites"):
-            raise MissingField("sites are required", field=field_path(here, "sites"))
-        sites = resolve_sites(message.sites, model, field_path(here, "sites"))
-        refuse_what_is_no_stream(sites, field_path(here, "sites"))
-        refuse_double_names(sites, field_path(here, "sites"))
+        sites = stream_sites(message, model, here)
         selection = resolve_where(message, context, here)
         op = resolve_op(message, OpContext(sites, selection, context, model, vectors, runs), here)
         check_directions(op, [field_path(op.path, where) for where, _ in vector_refs(message)])

@@ -134,22 +134,13 @@ class ResolvedOp:
 _ADDING = {receipt_pb2.OP_ADD: Kind.ADD, receipt_pb2.OP_NORM_ADD: Kind.NORM_ADD}
 
 
-def check_served(intervention: steering_pb2.Intervention, path: str) -> None:
-    """Refuses an intervention that has no op.
-
-    Raises:
-        MissingField: there is no op.
-    """
-    validation.required(intervention.WhichOneof("op"), path, ", ".join(SERVED))
-
-
 def resolve_op(
     intervention: steering_pb2.Intervention, context: OpContext, path: str
 ) -> ResolvedOp:
     """An op at sites, with its vectors.
 
     Args:
-        intervention: the intervention; see `check_served`.
+        intervention: the intervention, which has an op.
         context: what it is resolved against.
         path: its path.
 

@@ -18,6 +18,7 @@ from rheostat_server import validation
 from rheostat_server.errors import InvalidValue, MissingField, ZeroVector
 from rheostat_server.selectors.selection import Selection, SelectionContext, resolve_where
 from rheostat_server.selectors.sites import (
+    SiteSelection,
     refuse_double_names,
     refuse_what_is_no_stream,
     resolve_sites,
@@ -26,7 +27,7 @@ from rheostat_server.steering.readouts import check_norm, resolve_readout
 from rheostat_server.steering.vector_lookup import find_vector, rows_by_layer
 from rheostat_server.validation import field_path
 from rheostat_server.vectors.store import Vector, VectorView
-from rheostat_wire.v1 import gate_pb2
+from rheostat_wire.v1 import gate_pb2, steering_pb2
 
 _ROWS = (gate_pb2.PROBE_ROWS_EACH, gate_pb2.PROBE_ROWS_PROMPT_MEAN)
 
@@ -137,6 +138,24 @@ def resolve_probes(
     return found
 
 
+def stream_sites(
+    message: gate_pb2.Probe | steering_pb2.Intervention, model: ModelSites, path: str
+) -> SiteSelection:
+    """The sites of the stream at which a probe reads or an intervention acts, each once.
+
+    Raises:
+        InvalidArgument: the set is malformed, or has one site under two names.
+        FailedPrecondition: a site is not served, or is no part of the stream.
+    """
+    field = field_path(path, "sites")
+    if not message.HasField("sites"):
+        raise MissingField("sites are required", field=field)
+    sites = resolve_sites(message.sites, model, field)
+    refuse_what_is_no_stream(sites, field)
+    refuse_double_names(sites, field)
+    return sites
+
+
 def _resolve_probe(
     message: gate_pb2.Probe,
     model: ModelSites,
@@ -146,15 +165,10 @@ def _resolve_probe(
     path: str,
 ) -> Probe:
     name = validation.matches(message.name, validation.PROBE_NAME, field_path(path, "name"))
-    if not message.HasField("sites"):
-        raise MissingField("sites are required", field=field_path(path, "sites"))
-    field = field_path(path, "sites")
-    sites = resolve_sites(message.sites, model, field)
-    refuse_what_is_no_stream(sites, field)
-    refuse_double_names(sites, field)
-    if not message.HasField("read"):
-        raise MissingField("a readout is required", field=field_path(path, "read"))
+    sites = stream_sites(message, model, path)
     read = field_path(path, "read")
+    if not message.HasField("read"):
+        raise MissingField("a readout is required", field=read)
     readout = resolve_readout(message.read, read)
     ref = message.read.vector if message.read.HasField("vector") else None
     vector = find_vector(ref, vectors, model, field_path(read, "vector"))
