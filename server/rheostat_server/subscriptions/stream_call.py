@@ -5,12 +5,12 @@ messages are handled before the call ends.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any, Literal, Protocol, TypeVar
 
-from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message as ProtobufMessage
 
 from rheostat_server.errors import InvalidValue, MissingField, RheostatError, Superseded
 from rheostat_server.subscriptions.event_stream import Outgoing
@@ -27,17 +27,7 @@ _FIRST_MESSAGE_SECONDS = 1.0
 """Seconds for the first message of a call, on a server that refuses every call."""
 
 
-class Opening(Protocol):
-    """What the messages that open a subscription and a watch have in common."""
-
-    def HasField(self, field_name: Literal["resume"], /) -> bool:
-        """Whether a field is set."""
-
-    def ListFields(self) -> Sequence[tuple[FieldDescriptor, Any]]:  # Any: protobuf's own
-        """The fields that are set."""
-
-
-Open_co = TypeVar("Open_co", bound=Opening, covariant=True)
+Open_co = TypeVar("Open_co", bound=ProtobufMessage, covariant=True)
 
 
 class ClientMessage(Protocol[Open_co]):
