@@ -28,8 +28,6 @@ from rheostat_wire.v1 import capture_service_pb2
 _UNACKNOWLEDGED = 256 << 10
 """Unacknowledged bytes above the buffer's limit at which sending pauses."""
 
-_SUPERSEDED = "another call resumed this {kind}"
-
 Outgoing = google.protobuf.message.Message | MessageParts
 """A message of the server."""
 
@@ -198,7 +196,7 @@ class EventStream(ABC, Generic[M]):
         """
         self._replay.check(sequence, "ack.sequence")
         for sent in self._replay.acknowledge(sequence):
-            self._memory.kept -= sent.weight
+            self._memory.kept -= sent.message.weight
             self._acknowledged(sent.message)
         self._memory.news.set()
 
@@ -307,7 +305,8 @@ class EventStream(ABC, Generic[M]):
                     raise self._reason
                 return
             elif time.monotonic() < silent_until:
-                await self._news_until(silent_until)
+                self._alarm.set_in(silent_until - time.monotonic())
+                await self._memory.news.wait()
                 continue
             else:
                 yield self._silent(self._sign_of_sequence())
@@ -365,7 +364,7 @@ class EventStream(ABC, Generic[M]):
         """Adapts the size of events to the credit of the call."""
 
     def _superseded(self) -> Superseded:
-        return Superseded(_SUPERSEDED.format(kind=self.kind))
+        return Superseded(f"another call resumed this {self.kind}")
 
     def _check(self, call: object) -> None:
         if self._call is not call:
@@ -392,7 +391,7 @@ class EventStream(ABC, Generic[M]):
                 break
             self._take(message)
             sent.append(self._replay.add(message))
-            size += sent[-1].weight
+            size += message.weight
         self._memory.kept += size
         if sent and self._memory.kept <= self._memory.limit:
             self._queue.prepare()
@@ -409,12 +408,11 @@ class EventStream(ABC, Generic[M]):
         again: list[Sent[M]] = []
         size = 0
         while (sent := self._replay.after(sequence)) is not None:
-            if not self._fits(again, size + sent.message.payload):
-                break
-            if not self._credit.try_spend(sent.message.payload):
+            payload = sent.message.payload
+            if not (self._fits(again, size + payload) and self._credit.try_spend(payload)):
                 break
             again.append(sent)
-            sequence, size = sent.sequence, size + sent.weight
+            sequence, size = sent.sequence, size + sent.message.weight
         return again
 
     def _fits(self, batch: Sequence[Sent[M]], size: int) -> bool:
@@ -422,10 +420,6 @@ class EventStream(ABC, Generic[M]):
         if not batch:
             return True
         return self._queue.batched and len(batch) < BATCH_EVENTS and size <= BATCH_BYTES
-
-    async def _news_until(self, moment: float) -> None:
-        self._alarm.set_in(moment - time.monotonic())
-        await self._memory.news.wait()
 
     def _sign_of_sequence(self) -> capture_service_pb2.Heartbeat:
         return capture_service_pb2.Heartbeat(

@@ -29,6 +29,7 @@ from rheostat_server.subscriptions.flow_control import check_credit, position_by
 from rheostat_server.subscriptions.opening import check_opening
 from rheostat_server.subscriptions.stream_registry import EventStreams
 from rheostat_server.subscriptions.subscription import Subscription
+from rheostat_server.tasks.kept import keep
 from rheostat_server.tensors import FloatType
 from rheostat_server.vectors.store import Vector
 from rheostat_wire.v1 import capture_pb2, capture_service_pb2
@@ -200,9 +201,7 @@ class Subscriptions(EventStreams[Subscription]):
             return
         self._loader.store.retain(vectors)
         subscription.vectors = vectors
-        load = asyncio.create_task(self._load(vectors))
-        self._loads.add(load)
-        load.add_done_callback(self._loads.discard)
+        keep(self._loads, self._load(vectors))
 
     async def _load(self, vectors: Sequence[Vector]) -> None:
         """Loads vectors into the workers before a request waits for them."""

@@ -35,11 +35,6 @@ class Sent(NamedTuple, Generic[M]):
     sequence: int
     message: M
 
-    @property
-    def weight(self) -> int:
-        """Bytes of memory while it is kept."""
-        return self.message.weight
-
 
 class ReplayWindow(Generic[M]):
     """The sent events that the reader may ask for again."""

@@ -174,7 +174,7 @@ def replayed(count: int, payload: int) -> Subscription:
     )
     for _ in range(count):
         sent = CapturedRows(capture_pb2.Captured(), tensor_pb2.Tensor(), bytes(payload))
-        one.buffer.kept += one._replay.add(module.Message(Response(), sent, payload)).weight
+        one.buffer.kept += one._replay.add(module.Message(Response(), sent, payload)).message.weight
     one.resume_after(0)
     return one
 
