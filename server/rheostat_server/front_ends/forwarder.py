@@ -185,22 +185,22 @@ class Forwarder:
         self._loop.call_soon_threadsafe(self._loop.call_later, seconds, act)
 
     def _begin(self, call: CoreCall) -> None:
-        """Forwards a call to the server, or answers it here."""
+        """Forwards a call to the server, or answers it here.
+
+        A call is forwarded with its first message, if that is read early and soon.
+        """
         if call.path in PATHS:
             number = self._begun = (self._begun + 1) & 0xFFFF_FFFF
             forwarded = self._calls[number] = _ForwardedCall(number, call, self)
-            forwarded.begin()
+            call.open(forwarded.close)
+            if self._early is None:
+                forwarded.begin_without()
+            else:
+                self._unforwarded[forwarded] = time.monotonic()
+                self._early.add(forwarded)
         elif not self._local.answers(call):
             call.open(lambda: None)
             call.end(_UNKNOWN, lambda: None)
-
-    def add(self, call: "_ForwardedCall") -> None:
-        """Forwards a call that begins, with its first message if that is read early and soon."""
-        if self._early is None:
-            call.begin_without()
-            return
-        self._unforwarded[call] = time.monotonic()
-        self._early.add(call)
 
     def begin_call(self, call: "_ForwardedCall", first: First, message: bytes = b"") -> None:
         """Forwards a call to the server."""
@@ -276,11 +276,6 @@ class _ForwardedCall:
         self._ended = False
         """Whether gRPC was given the status."""
         self._closed = False
-
-    def begin(self) -> None:
-        """Forwards the call to the server, with its first message if that arrives soon."""
-        self._call.open(self.close)
-        self._forwarder.add(self)
 
     def start_reading(self) -> None:
         """Reads the first message; see `_EarlyReads`."""
