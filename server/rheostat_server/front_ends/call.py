@@ -208,7 +208,7 @@ class Call:
             for _ in range(read_count_body(body)):
                 self._unwritten_bytes -= self._unwritten.popleft()
             if len(self._unwritten) <= self._most_unwritten:
-                _resolve(self._written, None)
+                resolve(self._written, None)
         elif kind is Kind.PIECE:
             if not self.ended:  # otherwise nothing reads the message
                 self._pieces.add(body)
@@ -218,21 +218,21 @@ class Call:
             if self._reading:
                 self._reading, self._received = False, body
             else:
-                _resolve(self._read, body)
+                resolve(self._read, body)
         elif kind is Kind.HALF_CLOSED:
             self._half_closed = True
-            _resolve(self._read, None)
+            resolve(self._read, None)
         elif kind is Kind.DONE:
             self._pieces.clear()
             self._done = True
-            _resolve(self._until_done, None)
+            resolve(self._until_done, None)
 
 
 Answer = Callable[[str, Call], Awaitable[None]]
 """Answers a call to its end. The first argument is the full name of the method."""
 
 
-def _resolve(future: "asyncio.Future[T] | None", result: T) -> None:
+def resolve(future: "asyncio.Future[T] | None", result: T) -> None:
     """Sets the result of a future, if there is one and its waiter was not cancelled."""
     if future is not None and not future.done():
         future.set_result(result)

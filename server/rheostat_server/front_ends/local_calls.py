@@ -17,7 +17,9 @@ from grpc_health.v1 import health, health_pb2_grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
+from rheostat_server.front_ends.call import resolve
 from rheostat_server.front_ends.core_server import CoreCall, FairLock
+from rheostat_server.tasks.kept import keep
 from rheostat_wire.v1 import (
     capture_service_pb2,
     engine_service_pb2,
@@ -101,9 +103,7 @@ class LocalCalls:
         return handler is not None
 
     def _begin(self, handler: Handler, call: CoreCall) -> None:
-        task = self._loop.create_task(self._answer(handler, call))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task = keep(self._tasks, self._answer(handler, call))
         with self._lock:
             call.open(lambda: self._loop.call_soon_threadsafe(task.cancel))
 
@@ -180,13 +180,7 @@ class _Answer:
 
     def _resolve(self, future: "asyncio.Future[Any]", result: object) -> None:
         with suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(_resolve, future, result)
-
-
-def _resolve(future: "asyncio.Future[Any]", result: object) -> None:
-    """Sets the result of a future, if its waiter was not cancelled."""
-    if not future.done():
-        future.set_result(result)
+            self._loop.call_soon_threadsafe(resolve, future, result)
 
 
 class _Health(health_pb2_grpc.HealthServicer):

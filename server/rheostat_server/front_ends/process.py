@@ -16,6 +16,7 @@ import socket
 from collections.abc import Callable
 
 from rheostat_server.errors import PortInUse
+from rheostat_server.front_ends.call import resolve
 from rheostat_server.front_ends.core_server import FairLock
 from rheostat_server.front_ends.forwarder import Forwarder
 from rheostat_server.front_ends.record_connection import RecordConnection
@@ -152,8 +153,7 @@ class FrontEnd:
         elif kind is Kind.PING:
             self._connection.send(Kind.PONG)
         elif kind is Kind.STOP:
-            if not self._stop.done():
-                self._stop.set_result(read_seconds_body(body))
+            resolve(self._stop, read_seconds_body(body))
         else:
             self._forwarder.receive(kind, number, body)
 
