@@ -310,16 +310,13 @@ class CoreServer:
             if event.tag is not _NEW_CALL:
                 event.tag(event)
             elif event.success:
-                self._request_next()
+                with suppress(ValueError):  # the server is being shut down
+                    self._request_call()
                 details = event.call_details
                 path = details.method.decode(errors="replace")  # clients may send any bytes
                 self._begin(CoreCall(event.call, path, details.deadline))
         except Exception:  # one call must not end the others
             _LOG.exception("an event of a call could not be handled")
-
-    def _request_next(self) -> None:
-        with suppress(ValueError):  # the server is being shut down
-            self._request_call()
 
 
 def grpc_address(host: str, port: int) -> str:
