@@ -108,15 +108,13 @@ class VectorFiles:
         except OSError as error:
             raise _unusable(self.folder, error) from error
         digests = {saved.vector.digest for saved in vectors}
-        for name, label in names.items():
-            if label.digest not in digests:
-                _LOG.warning(
-                    'the name "%s" is dropped: its vector %s is not in %s',
-                    name, label.digest.hex(), self.folder,
-                )  # fmt: skip
         self._orphans = [name for name, label in names.items() if label.digest not in digests]
-        kept = {name: label for name, label in names.items() if label.digest in digests}
-        return Contents(vectors, kept)
+        for name in self._orphans:
+            _LOG.warning(
+                'the name "%s" is dropped: its vector %s is not in %s',
+                name, names.pop(name).digest.hex(), self.folder,
+            )  # fmt: skip
+        return Contents(vectors, names)
 
     def write(self, vector: Vector, store_time: float) -> None:
         """Returns once the vector is on the disk.

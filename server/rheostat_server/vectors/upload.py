@@ -75,7 +75,7 @@ class Uploads:
                 stack.enter_context(self._reserve(header.total_bytes))
                 vector = await self._read_vector(header, messages)
             except RheostatError:
-                await drain(messages, _chunk_bytes)
+                await drain(messages, lambda message: len(message.chunk))
                 raise
             yield Upload(header, vector)
 
@@ -125,10 +125,6 @@ async def _read_header(
         _check_header(message.header, width, layers, capacity)
         return _copy(message.header)
     raise TruncatedUpload("the upload ended without a header", field="header")
-
-
-def _chunk_bytes(message: steering_service_pb2.PutVectorRequest) -> int:
-    return len(message.chunk)
 
 
 def _part(message: steering_service_pb2.PutVectorRequest) -> str:
