@@ -17,13 +17,7 @@ from google.rpc import code_pb2, status_pb2
 from rheostat_server.front_ends.core_server import CoreCall, CoreServer, FairLock
 from rheostat_server.front_ends.large_messages import PIECE_BYTES, ReceivedPieces
 from rheostat_server.front_ends.local_calls import PATHS, LocalCalls
-from rheostat_server.front_ends.records import (
-    CallBegin,
-    First,
-    Kind,
-    call_body,
-    count_body,
-)
+from rheostat_server.front_ends.records import CallBegin, First, Kind, call_body, count_body
 from rheostat_server.limits import STATUS_SECONDS
 from rheostat_wire.message_parts import Payload
 

@@ -27,15 +27,9 @@ from rheostat_engine import (
     Site,
 )
 from rheostat_server import validation
-from rheostat_server.errors import (
-    GateOrder,
-    InvalidValue,
-    MissingField,
-)
+from rheostat_server.errors import GateOrder, InvalidValue, MissingField
 from rheostat_server.limits import GATE_TOKENS, ID_BYTES
-from rheostat_server.selectors.selection import (
-    SelectionContext,
-)
+from rheostat_server.selectors.selection import SelectionContext
 from rheostat_server.steering.probes import Probe
 from rheostat_server.validation import field_path
 from rheostat_wire.v1 import gate_pb2, monitor_pb2, steering_pb2

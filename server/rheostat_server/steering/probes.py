@@ -3,16 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from rheostat_engine import (
-    MAX_COLUMNS,
-    NEVER,
-    Act,
-    Kind,
-    ModelSites,
-    Normalise,
-    Reading,
-    Site,
-)
+from rheostat_engine import MAX_COLUMNS, NEVER, Act, Kind, ModelSites, Normalise, Reading, Site
 from rheostat_engine.cached_property import cached_property
 from rheostat_server import validation
 from rheostat_server.errors import InvalidValue, MissingField, ZeroVector

@@ -21,13 +21,7 @@ import numpy.typing as npt
 from rheostat_engine import ModelSites, Site, Spans, largest_replaced
 from rheostat_engine.cached_property import cached_property
 from rheostat_server import validation
-from rheostat_server.errors import (
-    InvalidValue,
-    NonFinite,
-    NotSupported,
-    RunIncomplete,
-    VectorShape,
-)
+from rheostat_server.errors import InvalidValue, NonFinite, NotSupported, RunIncomplete, VectorShape
 from rheostat_server.limits import REPLACED_ROWS, VECTOR_BYTES
 from rheostat_server.runs.positions import absolute_positions, row_indices
 from rheostat_server.runs.store import Run, RunStore
