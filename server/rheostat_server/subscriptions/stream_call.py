@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, suppress
 from functools import partial
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 from google.protobuf.message import Message as ProtobufMessage
 
@@ -16,7 +16,7 @@ from rheostat_server.errors import InvalidValue, MissingField, RheostatError, Su
 from rheostat_server.subscriptions.event_stream import Outgoing
 from rheostat_server.subscriptions.stream_registry import EventStreams, S
 from rheostat_server.tasks.interruption import interrupter
-from rheostat_wire.v1 import capture_service_pb2
+from rheostat_wire.v1 import capture_service_pb2, monitor_service_pb2
 
 _CLOSE_SECONDS = 0.2
 """Seconds after the end of the client's stream, after which the events end. If the connection broke
@@ -31,29 +31,17 @@ Open_co = TypeVar("Open_co", bound=ProtobufMessage, covariant=True)
 
 
 class ClientMessage(Protocol[Open_co]):
-    """What the messages of Subscribe's and Watch's clients have in common."""
+    """A message that may open a stream."""
 
     @property
     def open(self) -> Open_co:
         """Opens or resumes a stream."""
 
-    @property
-    def credit(self) -> capture_service_pb2.Credit:
-        """Allows more bytes."""
-
-    @property
-    def ack(self) -> capture_service_pb2.Ack:
-        """Acknowledges events."""
-
-    @property
-    def leave(self) -> capture_service_pb2.SubscribeLeave:
-        """Ends the call."""
-
     def WhichOneof(self, oneof_group: Literal["action"], /) -> str | None:
         """The name of the field of `action` that is set."""
 
 
-C = TypeVar("C", bound=ClientMessage[Any])
+C = TypeVar("C", capture_service_pb2.SubscribeRequest, monitor_service_pb2.WatchRequest)
 
 
 async def read_opening(messages: AsyncIterator[ClientMessage[Open_co]]) -> Open_co:
