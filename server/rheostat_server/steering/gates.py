@@ -87,9 +87,8 @@ def resolve_gate(
     """
     message, path = intervention.gate, field_path(path, "gate")
     hold = resolve_hold(message, path, Hold.TOKEN)
-    evidence = _evidence(message, probes, context, path, "gate")
-    form, a, b = _form(message, path, summed=evidence.summed)
-    conditions, combine, _ = evidence
+    conditions, combine = _evidence(message, probes, context, path, "gate")
+    form, a, b = _form(message, path, summed=_is_sum(conditions, combine))
     gate = Gate(conditions, combine, form, a, b, hold.kind, hold.tokens, message.invert)
     return placed_gate(gate, message, sites, probes, model, context, path)
 
@@ -113,18 +112,9 @@ def resolve_rule_gate(
     Raises:
         InvalidArgument: something is malformed.
     """
-    conditions, combine, summed = _evidence(message, probes, context, path, "rule")
-    threshold = _threshold(message, path, required=summed)
+    conditions, combine = _evidence(message, probes, context, path, "rule")
+    threshold = _threshold(message, path, required=_is_sum(conditions, combine))
     return Gate(conditions, combine, Form.STEP, threshold, 0.0, Hold.TOKEN)
-
-
-class _Evidence(NamedTuple):
-    """What a gate or a rule reads."""
-
-    conditions: tuple[GateCondition, ...]
-    combine: Combine
-    summed: bool
-    """Whether it may be any number."""
 
 
 def _evidence(
@@ -133,7 +123,8 @@ def _evidence(
     context: SelectionContext,
     path: str,
     what: str,
-) -> _Evidence:
+) -> tuple[tuple[GateCondition, ...], Combine]:
+    """The conditions of a gate or a rule, and how they are combined."""
     field = field_path(path, "conditions")
     if not message.conditions:
         raise MissingField("at least one condition is required", field=field)
@@ -150,10 +141,12 @@ def _evidence(
     combine = Combine.ALL
     if message.HasField("combine"):
         combine = _enum(message.combine, _COMBINE, field_path(path, "combine"))
-    summed = combine is Combine.SUM or any(
-        condition.combine is Combine.SUM for condition in conditions
-    )
-    return _Evidence(tuple(conditions), combine, summed)
+    return tuple(conditions), combine
+
+
+def _is_sum(conditions: Sequence[GateCondition], combine: Combine) -> bool:
+    """Whether conditions together may give any number, and not only one from 0 to 1."""
+    return Combine.SUM in (combine, *(condition.combine for condition in conditions))
 
 
 def refuse_unused_probes(probes: Mapping[str, Probe], gates: Sequence[Gate | None]) -> None:
