@@ -16,7 +16,6 @@ class Regions:
 
     def __init__(self, start: int, end: int) -> None:
         """Everything is free. `start` and `end` are multiples of a page."""
-        self._start = start
         self._gaps = [(start, end)]
         self._taken: dict[int, int] = {}
 
