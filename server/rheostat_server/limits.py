@@ -375,7 +375,7 @@ WAITING_REQUESTS = 1024
 """Samples that may wait beside the running samples."""
 
 SUBSCRIPTIONS = 64
-"""Most subscriptions at the same time."""
+"""The most subscriptions that are open or wait for their readers, and the most such watches."""
 
 DEFAULT_SUBSCRIPTIONS = 16
 """Subscriptions of the default buffer size that fit into the server's memory for subscriptions."""

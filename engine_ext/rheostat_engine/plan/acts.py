@@ -206,7 +206,11 @@ class SiteRows(Sequence[SiteRow]):
 
 @dataclass(frozen=True, slots=True)
 class Act:
-    """One intervention: a change of the stream at some sites, for some tokens."""
+    """A change of the stream at some sites, for some tokens.
+
+    The server makes acts of a client's interventions: of each none, one, or one for each position
+    that it replaces.
+    """
 
     kind: Kind
     vectors: tuple[bytes, ...]

@@ -263,7 +263,7 @@ class Plan:
     request_id: str
     """The server's id of the request, which its events carry."""
     acts: tuple[Act, ...] = ()
-    """Interventions, in the order in which they apply at a site."""
+    """In the order in which they apply at a site."""
     captures: tuple[Capture, ...] = ()
     """Captures of the stream after all acts. A row selected by several captures is copied once."""
     epoch: int = 0

@@ -1,4 +1,4 @@
-"""Resolves steering to interventions, each of which has an act for the engine."""
+"""Resolves steering to interventions, of which acts for the engine are made."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -6,6 +6,7 @@ All its fields are checked nevertheless.
 
 import math
 from dataclasses import dataclass
+from typing import assert_never
 
 from google.protobuf.message import Message
 
@@ -108,10 +109,9 @@ class ResolvedOp:
         )
 
     def _act(self, selection: Selection) -> Act:
-        used = [i for i, band in enumerate(self.band_of) if band.strength != 0]
-        kind = Kind.PULL
-        if self.op in _ADDING:
-            used, kind = [0], _ADDING[self.op]
+        kind, used = _KINDS[self.op], [0]
+        if kind is Kind.PULL:
+            used = [i for i, band in enumerate(self.band_of) if band.strength != 0]
         sites = tuple(
             sorted(
                 (site.index, tuple(rows[i] for i in used))
@@ -131,7 +131,14 @@ class ResolvedOp:
         )
 
 
-_ADDING = {receipt_pb2.OP_ADD: Kind.ADD, receipt_pb2.OP_NORM_ADD: Kind.NORM_ADD}
+_KINDS = {
+    receipt_pb2.OP_ADD: Kind.ADD,
+    receipt_pb2.OP_NORM_ADD: Kind.NORM_ADD,
+    receipt_pb2.OP_ABLATE: Kind.PULL,
+    receipt_pb2.OP_CLAMP: Kind.PULL,
+    receipt_pb2.OP_SCALE: Kind.PULL,
+}
+"""The acts of ops other than Replace."""
 
 
 def resolve_op(
@@ -234,7 +241,9 @@ def _pulled_refs(
 
 
 def _numbers(intervention: steering_pb2.Intervention, path: str) -> tuple[float, tuple[Band, ...]]:
-    match intervention.WhichOneof("op"):
+    op = intervention.WhichOneof("op")
+    assert op is not None  # as in `resolve_op`
+    match op:
         case "ablate":
             ablate = intervention.ablate
             _check_count(len(ablate.directions), field_path(path, "directions"), "directions")
@@ -257,8 +266,10 @@ def _numbers(intervention: steering_pb2.Intervention, path: str) -> tuple[float,
             return validation.optional_number(intervention.norm_add, "scale", path, 1.0), ()
         case "replace":
             return _fraction(intervention.replace, "alpha", path), ()
-        case _:
+        case "add":
             return validation.optional_number(intervention.add, "scale", path, 1.0), ()
+        case _:
+            assert_never(op)
 
 
 def _check_count(count: int, path: str, what: str) -> None:

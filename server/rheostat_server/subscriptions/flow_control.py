@@ -56,14 +56,14 @@ class Credit:
 
 
 def check_credit(
-    observer_capture: capture_service_pb2.SubscribeOpen,
+    opened: capture_service_pb2.SubscribeOpen,
     captures: Sequence[ResolvedCapture],
     row_type: FloatType,
 ) -> None:
     """Refuses credit or a buffer too small for a row of the subscription's own captures.
 
     Args:
-        observer_capture: the message that opens the subscription.
+        opened: the message that opens the subscription.
         captures: its captures.
         row_type: element type of rows in the engine.
 
@@ -72,14 +72,14 @@ def check_credit(
     """
     rows = [capture.form.row_bytes(capture.numbers, capture.kind) for capture in captures]
     least = max(rows, default=0)
-    if 0 < observer_capture.credit_bytes < least:
+    if 0 < opened.credit_bytes < least:
         raise InvalidValue(
             f"a row takes {least} bytes and is sent only if the credit covers all of it: grant at "
             "least as much, or 0 now and more later",
             field="open.credit_bytes",
         )
     least = position_bytes(captures, row_type)
-    if observer_capture.HasField("buffer_bytes") and observer_capture.buffer_bytes < least:
+    if opened.HasField("buffer_bytes") and opened.buffer_bytes < least:
         raise InvalidValue(
             f"one position of these captures takes {least} bytes; the buffer must hold one",
             field="open.buffer_bytes",

@@ -49,7 +49,7 @@ class Opening:
 
 
 async def check_opening(
-    observer_capture: capture_service_pb2.SubscribeOpen,
+    opened: capture_service_pb2.SubscribeOpen,
     *,
     model: ModelSites,
     typical: SelectionContext,
@@ -59,7 +59,7 @@ async def check_opening(
     """Checks the message that opens a subscription, except for the memory that it asks for.
 
     Args:
-        observer_capture: the message.
+        opened: the message.
         model: the model's sites.
         typical: a context that stands for later requests.
         store: the stored vectors.
@@ -70,22 +70,20 @@ async def check_opening(
             support what it asks for.
         NotFound: a vector or a name of a vector is not stored.
     """
-    if not observer_capture.HasField("filter"):
+    if not opened.HasField("filter"):
         raise MissingField("a filter is required", field="open.filter")
-    validation.check_count(len(observer_capture.captures), CAPTURES, "open.captures", "captures")
-    _check_selectors(observer_capture)
-    validation.text_bytes(observer_capture.namespace, ID_BYTES, "open.namespace")
-    if observer_capture.HasField("overload"):
-        validation.known_enum(
-            observer_capture.overload, capture_pb2.Overload.values(), "open.overload"
-        )
-        check_spill(observer_capture.overload, "open.overload", spools=spools)
-    work = observer_capture.filter.ByteSize()
-    work += estimate_captures(observer_capture.captures, typical.prompt_len, model)
+    validation.check_count(len(opened.captures), CAPTURES, "open.captures", "captures")
+    _check_selectors(opened)
+    validation.text_bytes(opened.namespace, ID_BYTES, "open.namespace")
+    if opened.HasField("overload"):
+        validation.known_enum(opened.overload, capture_pb2.Overload.values(), "open.overload")
+        check_spill(opened.overload, "open.overload", spools=spools)
+    work = opened.filter.ByteSize()
+    work += estimate_captures(opened.captures, typical.prompt_len, model)
     resolved, captures = await with_directions(
         store.directions,
-        observer_capture,
-        lambda: offload_plan(work, _resolve, observer_capture, model, typical, store.view()),
+        opened,
+        lambda: offload_plan(work, _resolve, opened, model, typical, store.view()),
     )
     if captures.cost > OBSERVER_COST:
         raise InvalidValue(
@@ -94,12 +92,12 @@ async def check_opening(
             field="open.captures",
         )
     vectors = direction_vectors(resolved)
-    return Opening(observed_requests(observer_capture.filter), captures, tuple(vectors.values()))
+    return Opening(observed_requests(opened.filter), captures, tuple(vectors.values()))
 
 
-def _check_selectors(observer_capture: capture_service_pb2.SubscribeOpen) -> None:
+def _check_selectors(opened: capture_service_pb2.SubscribeOpen) -> None:
     ranges = size = 0
-    for number, spec in enumerate(observer_capture.captures):
+    for number, spec in enumerate(opened.captures):
         path = f"open.captures[{number}].where"
         ranges += len(spec.where.include) + len(spec.where.exclude)
         validation.check_count(ranges, REQUEST_RANGES, path, "ranges in the subscription")

@@ -91,7 +91,7 @@ class Subscriptions(EventStreams[Subscription]):
         limits = sum(subscription.buffer.limit for subscription in self._open.values())
         return self.buffer_bytes - limits - self.watched_bytes
 
-    async def open(self, observer_capture: capture_service_pb2.SubscribeOpen) -> Subscription:
+    async def open(self, opened: capture_service_pb2.SubscribeOpen) -> Subscription:
         """Opens a subscription, which captures requests that are admitted from now on.
 
         Raises:
@@ -101,22 +101,20 @@ class Subscriptions(EventStreams[Subscription]):
             QueueFull, StoreFull: other subscriptions take all the memory.
         """
         opening = await check_opening(
-            observer_capture,
+            opened,
             model=self._sites,
             typical=self._typical,
             store=self._loader.store,
             spools=self._spill_manager is not None,
         )
         templates, row_type = opening.captures.templates, FloatType(self._sites.dtype)
-        check_credit(observer_capture, templates, row_type)
+        check_credit(opened, templates, row_type)
         subscription = Subscription(
             self._new_name(),
             opening.requests if templates else None,
             opening.captures,
-            observer_capture.overload
-            if observer_capture.HasField("overload")
-            else capture_pb2.OVERLOAD_FAIL,
-            buffer_bytes=self._buffer(observer_capture, position_bytes(templates, row_type)),
+            opened.overload if opened.HasField("overload") else capture_pb2.OVERLOAD_FAIL,
+            buffer_bytes=self._buffer(opened, position_bytes(templates, row_type)),
             heartbeat=self._heartbeat,
             resume_window=self.resume_window,
             on_failed=self._on_failed,
@@ -128,9 +126,9 @@ class Subscriptions(EventStreams[Subscription]):
         except StoreFull:
             subscription.buffer.close()  # or the spill manager would keep its place
             raise
-        subscription.expect(observer_capture.credit_bytes)
-        if observer_capture.shared_memory:
-            subscription.transport.share(subscription.buffer.limit, observer_capture.namespace)
+        subscription.expect(opened.credit_bytes)
+        if opened.shared_memory:
+            subscription.transport.share(subscription.buffer.limit, opened.namespace)
         self._open[subscription.name] = subscription
         inline = subscription.transport.inline_reason
         _LOG.info(
@@ -141,21 +139,27 @@ class Subscriptions(EventStreams[Subscription]):
         )
         return subscription
 
-    def _buffer(self, observer_capture: capture_service_pb2.SubscribeOpen, least: int) -> int:
+    def _buffer(self, opened: capture_service_pb2.SubscribeOpen, least: int) -> int:
         """Bytes of the buffer of a new subscription, one position of which takes `least`.
 
         Raises:
             InvalidValue: it asks for more memory than all subscriptions have.
-            QueueFull: other subscriptions leave too little memory, or there are too many.
+            QueueFull: as many subscriptions are open as may be, or they leave too little memory.
         """
-        size = observer_capture.buffer_bytes if observer_capture.HasField("buffer_bytes") else 0
+        if len(self._open) >= SUBSCRIPTIONS:
+            raise QueueFull(
+                f"{len(self._open)} subscriptions are open or wait for their readers, the most "
+                "that may be. Wait until one ends (without a reader, after --resume-window)",
+                retry_after=RETRY_SECONDS,
+            )
+        size = opened.buffer_bytes if opened.HasField("buffer_bytes") else 0
         if size > self.buffer_bytes:
             raise InvalidValue(
                 f"a subscription has at most {self.buffer_bytes} bytes", field="open.buffer_bytes"
             )
         size = size or max(self.buffer_bytes // DEFAULT_SUBSCRIPTIONS, least)
         free = self.free_bytes
-        if len(self._open) >= SUBSCRIPTIONS or size > free:
+        if size > free:
             raise QueueFull(
                 f"{len(self._open)} subscriptions are open; {max(0, free)} of "
                 f"{self.buffer_bytes} bytes are left for another. Ask for fewer buffer_bytes, or "

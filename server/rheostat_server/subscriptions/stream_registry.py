@@ -83,7 +83,7 @@ class EventStreams(ABC, Generic[S]):
             self._expiries[stream.name] = loop.call_later(self.resume_window, self._expire, stream)
 
     def discard(self, stream: S) -> None:
-        """Removes a stream whose reader never got its id, or did not reconnect in time."""
+        """Removes a stream whose reader has ended it, never got its id, or came back too late."""
         self._remove(stream)
         stream.fail(self._not_found(stream.name, self._resume_path))
 

@@ -207,6 +207,20 @@ async def test_all_subscriptions_together_have_a_limit(starter) -> None:
     await Subscriber.open(running, opening(EVERY, buffer_bytes=400))
 
 
+async def test_there_are_at_most_64_subscriptions(starter) -> None:
+    running = await starter()
+    ones = [await Subscriber.open(running, opening(EVERY, buffer_bytes=400)) for _ in range(64)]
+    more = Subscriber(running)
+    await more.call.write(Message(open=opening(EVERY, buffer_bytes=400)))
+    refusal = await failure(more)
+    assert (refusal.reason, refusal.retry, refusal.field) == ("REASON_QUEUE_FULL", True, "")
+    assert refusal.message.startswith(
+        "64 subscriptions are open or wait for their readers, the most"
+    )
+    await ones[0].rest()
+    await Subscriber.open(running, opening(EVERY, buffer_bytes=400))
+
+
 async def test_sixteen_subscriptions_that_ask_for_no_size_share_the_memory(starter) -> None:
     running = await starter(subscriptions_bytes=16 * ROW)
     ones = [await Subscriber.open(running, opening(EVERY, [wanted(0)])) for _ in range(16)]
