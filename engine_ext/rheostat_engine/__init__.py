@@ -37,9 +37,9 @@ from rheostat_engine.plan.acts import (
     Act,
     Band,
     Capture,
-    Condition,
     Kind,
     Spans,
+    TokenCondition,
     TokenSet,
     largest_replaced,
 )
@@ -70,6 +70,7 @@ from rheostat_engine.plan.gates import (
     Combine,
     Form,
     Gate,
+    GateCondition,
     Hold,
     Normalise,
     Pool,
@@ -77,7 +78,6 @@ from rheostat_engine.plan.gates import (
     Readout,
     Signals,
 )
-from rheostat_engine.plan.gates import Condition as GateCondition
 from rheostat_engine.plan.intervals import PlanTooLarge
 from rheostat_engine.plan.plan import EXTRA_ARG, Control, PackedActs, Plan, SignalsWait, Window
 from rheostat_engine.plan.points import ROUTERS, Point, Site, site_count
@@ -128,7 +128,6 @@ __all__ = [
     "CaptureNeed",
     "Codec",
     "Combine",
-    "Condition",
     "Control",
     "Controller",
     "ControllerDisabled",
@@ -168,6 +167,7 @@ __all__ = [
     "Spans",
     "StagingError",
     "SteeredBlocks",
+    "TokenCondition",
     "TokenSet",
     "Window",
     "WorkerChannel",

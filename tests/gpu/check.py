@@ -92,11 +92,11 @@ from rheostat_engine import (
     ROUTERS,
     Act,
     Capture,
-    Condition,
     Kind,
     Plan,
     Point,
     Site,
+    TokenCondition,
     site_count,
 )
 from rheostat_server.engine.vllm_engine import graph_sizes
@@ -221,7 +221,7 @@ def check_ops(
         ((site, (0,)),),
         (),
         5.0,
-        conditions=(Condition(((40, OPEN_END),), (token,), True),),
+        conditions=(TokenCondition(((40, OPEN_END),), (token,), True),),
     )
     (ruled,) = engine.run(batch[:1], [Plan("", (rule,))], **sampling)
     assert ruled.released is not None

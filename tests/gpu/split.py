@@ -28,7 +28,17 @@ from gates import check_gates
 from offline import OfflineEngine, Outcome
 from verdicts import APART, REORDERED, Lines, Verdict, at_least, at_most, each, equal
 
-from rheostat_engine import OPEN_END, Act, Capture, Condition, Kind, Plan, Point, Site, site_count
+from rheostat_engine import (
+    OPEN_END,
+    Act,
+    Capture,
+    Kind,
+    Plan,
+    Point,
+    Site,
+    TokenCondition,
+    site_count,
+)
 
 SPLITS = {"tp": "tensor_parallel_size", "pp": "pipeline_parallel_size"}
 
@@ -65,7 +75,7 @@ def batch_of(layers: int, vocabulary: int) -> Batch:
     kinds = list(acts_at(sites[0]))
     for number, kind in enumerate(kinds):
         plans[4 * number] = Plan("", tuple(acts_at(site)[kind] for site in sites), (every,))
-    even = Condition(((0, OPEN_END),), tuple(range(0, vocabulary, 2)), True)
+    even = TokenCondition(((0, OPEN_END),), tuple(range(0, vocabulary, 2)), True)
     ends = tuple((Site(Point.RESID_POST, layer).index, (0,)) for layer in (0, layers - 1))
     ruled = 4 * len(kinds)
     plans[ruled] = Plan("", (Act(Kind.ADD, (VECTOR,), ends, (), 0.5, conditions=(even,)),))

@@ -121,7 +121,7 @@ class Band(NamedTuple):
         return self.readout == COORDINATE and not self.writes and not self.only_on
 
 
-class Condition(NamedTuple):
+class TokenCondition(NamedTuple):
     """Positions at which an act selects tokens by token id."""
 
     spans: Spans
@@ -228,7 +228,7 @@ class Act:
     orthogonal: bool = False
     """PULL: whether each direction is first made orthogonal to the earlier ones, so that the act
     covers their span. All bands are plain then."""
-    conditions: tuple[Condition, ...] = ()
+    conditions: tuple[TokenCondition, ...] = ()
     """Further positions, selected by token id; disjoint from `spans` and from each other."""
     reading: Reading | None = None
     """READ: what is read."""

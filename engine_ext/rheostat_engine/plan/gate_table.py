@@ -10,7 +10,7 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-from rheostat_engine.plan.gates import MAX_TERMS, NEVER, Condition, Gate, Hold, Pool
+from rheostat_engine.plan.gates import MAX_TERMS, NEVER, Gate, GateCondition, Hold, Pool
 
 
 class Ints(IntEnum):
@@ -150,6 +150,6 @@ def _follows_from_own_row(gate: Gate) -> bool:
     )
 
 
-def _lags(condition: Condition) -> bool:
+def _lags(condition: GateCondition) -> bool:
     """Whether other bounds apply while the value counts."""
     return condition.stays_above is not None or condition.stays_below is not None

@@ -39,7 +39,7 @@ MAX_RECORDED = 1 << 24
 """The largest `Gate.end` of a recorded gate, because states store positions as float32."""
 
 NEVER = -1
-"""For `Condition.decided_at`: the condition is decided at each token that is read."""
+"""For `GateCondition.decided_at`: the condition is decided at each token that is read."""
 
 # Ranges are checked where a worker parses a plan.
 _Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -125,7 +125,7 @@ class Combine(IntEnum):
     """The mean."""
 
 
-class Condition(NamedTuple):
+class GateCondition(NamedTuple):
     """A function of the values of some columns.
 
     With `Combine.SUM` it is the sum of the values. Otherwise each value counts 1 while it is
@@ -149,7 +149,7 @@ class Condition(NamedTuple):
     """Replaces `below` while a value counts 1; None: `below`."""
 
 
-def _alike(one: Condition, other: Condition) -> bool:
+def _alike(one: GateCondition, other: GateCondition) -> bool:
     """Whether two conditions differ at most in their bounds."""
     bounds = (one.stays_above is None, one.stays_below is None)
     others = (other.stays_above is None, other.stays_below is None)
@@ -188,7 +188,7 @@ class Hold(IntEnum):
 class Gate(NamedTuple):
     """The factor on the strength of acts at each token."""
 
-    conditions: tuple[Condition, ...]
+    conditions: tuple[GateCondition, ...]
     combine: Combine
     """Combines the conditions into the evidence."""
     form: Form

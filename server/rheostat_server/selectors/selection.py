@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from rheostat_engine import OPEN_END, Condition, Spans
+from rheostat_engine import OPEN_END, Spans, TokenCondition
 from rheostat_engine.cached_property import cached_property
 from rheostat_server import validation
 from rheostat_server.config import ModelInfo
@@ -80,7 +80,7 @@ class Selection:
 
     spans: Spans
     """Positions that are selected with any token."""
-    conditions: tuple[Condition, ...] = ()
+    conditions: tuple[TokenCondition, ...] = ()
     """Other generated positions that are selected depending on their token. They do not overlap."""
 
     @property
@@ -209,7 +209,7 @@ def combine(
     generated = clipped(by_position, prompt_len, OPEN_END)
     by_token = subtracted(clipped(allowed, prompt_len, OPEN_END), generated)
     conditions = [
-        Condition(spans, ids, among)
+        TokenCondition(spans, ids, among)
         for spans, ids, among in (
             (generated, excluded_ids, False),
             (by_token, included_ids, True),

@@ -20,12 +20,12 @@ from rheostat_engine import (
     Activation,
     Band,
     Capture,
-    Condition,
     Kind,
     Normalise,
     Plan,
     Readout,
     Spans,
+    TokenCondition,
     site_count,
 )
 
@@ -120,7 +120,7 @@ def acts(draw: st.DrawFn) -> Act:
     spans, conditions = _spans(draw), ()
     if draw(st.booleans()):
         ids = tuple(sorted(draw(st.sets(st.integers(0, VOCAB - 1), min_size=1, max_size=60))))
-        conditions = (Condition(spans, ids, draw(st.booleans())),)
+        conditions = (TokenCondition(spans, ids, draw(st.booleans())),)
         spans = ()
     return Act(
         kind=kind,

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rheostat_engine import OPEN_END, Act, Band, Condition, Kind, Plan, Spans
+from rheostat_engine import OPEN_END, Act, Band, Kind, Plan, Spans, TokenCondition
 
 from .groups import COMPILED, IN_TIGHT, PLAIN, TIGHT
 from .models import VOCAB, build
@@ -73,7 +73,7 @@ def pulled(seed: int, site: int, spans: Spans) -> Act:
 
 def by_token(seed: int, site: int, spans: Spans) -> Act:
     """The stream's norm added along a vector, at the tokens with an even id."""
-    even = Condition(spans, tuple(range(0, VOCAB, 2)), True)
+    even = TokenCondition(spans, tuple(range(0, VOCAB, 2)), True)
     return Act(Kind.NORM_ADD, (vector(seed)[0],), ((site, (0,)),), (), 0.5, conditions=(even,))
 
 

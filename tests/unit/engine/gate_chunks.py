@@ -12,9 +12,9 @@ from rheostat_engine.plan.gates import (
     NEVER,
     Activation,
     Combine,
-    Condition,
     Form,
     Gate,
+    GateCondition,
     Hold,
     Normalise,
     Pool,
@@ -54,7 +54,7 @@ def any_gate(rng: np.random.Generator, tokens: int) -> Gate:
         combine = Combine(rng.integers(len(Combine)))
         above, below = [(-0.2, math.inf), (-math.inf, 0.4), (-0.8, 0.9)][rng.integers(3)]
         summed, lags = combine is Combine.SUM, not simple and rng.uniform() < 0.5
-        condition = Condition(
+        condition = GateCondition(
             tuple(columns),
             Pool.LAST if simple else Pool(rng.integers(len(Pool))),
             combine,

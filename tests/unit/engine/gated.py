@@ -15,9 +15,9 @@ from rheostat_engine.plan.gates import (
     NEVER,
     Activation,
     Combine,
-    Condition,
     Form,
     Gate,
+    GateCondition,
     Hold,
     Normalise,
     Pool,
@@ -75,7 +75,7 @@ def _readings(draw: st.DrawFn) -> tuple[Act, ...]:
 
 
 @st.composite
-def conditions(draw: st.DrawFn, columns: int) -> Condition:
+def conditions(draw: st.DrawFn, columns: int) -> GateCondition:
     """Any condition on some of so many columns."""
     chosen = draw(st.sets(st.integers(0, columns - 1), min_size=1))
     middle = draw(st.sampled_from((-0.5, 0.3, 0.9)))
@@ -85,7 +85,7 @@ def conditions(draw: st.DrawFn, columns: int) -> Condition:
     combine = draw(st.sampled_from(Combine))
     if combine is Combine.SUM:
         above, below = -math.inf, math.inf
-    return Condition(
+    return GateCondition(
         tuple(sorted(chosen)),
         draw(st.sampled_from(Pool)),
         combine,
@@ -164,7 +164,7 @@ def apart(number: float, bounds: Sequence[float], margin: float) -> bool:
 
 
 def _values(
-    condition: Condition, column: int, history: Sequence[Columns], first: int, check: Check
+    condition: GateCondition, column: int, history: Sequence[Columns], first: int, check: Check
 ) -> _Values | None:
     """What a column of a condition says at the last position of a history, if anything."""
     once = condition.decided_at != NEVER

@@ -20,9 +20,9 @@ from rheostat_engine.plan.gates import (
     NEVER,
     Activation,
     Combine,
-    Condition,
     Form,
     Gate,
+    GateCondition,
     Hold,
     Normalise,
     Pool,
@@ -278,17 +278,17 @@ def some_gates() -> list[Gate]:
         bounds = (-math.inf, math.inf) if combine is Combine.SUM else (0.1, math.inf)
         decided_at = 12 if n % 2 else NEVER
         conditions = (
-            Condition((0, 2), next(pools), combine, *bounds, 1 + n % 2, decided_at),
-            Condition((1,), next(pools), Combine.ANY, -0.5, 0.8, 1, NEVER, -1.0, 1.5),
+            GateCondition((0, 2), next(pools), combine, *bounds, 1 + n % 2, decided_at),
+            GateCondition((1,), next(pools), Combine.ANY, -0.5, 0.8, 1, NEVER, -1.0, 1.5),
         )[: 1 + n % 3 % 2]
         found.append(Gate(conditions, next(combines), form, 0.2, 1.1, hold, 2, n % 4 == 3))
     for n, (hold, decided_at) in enumerate(product(list(Hold)[1:], (2, 12))):
-        once = Condition((0, 1), next(pools), Combine.ANY, -0.5, math.inf, 1, decided_at, -1.0)
+        once = GateCondition((0, 1), next(pools), Combine.ANY, -0.5, math.inf, 1, decided_at, -1.0)
         found.append(
             Gate((once,), Combine.ALL, Form.RAMP, 0.0, 2.0, hold, 1, n % 3 == 2, decided_at + 1)
         )
     for n, (hold, late) in enumerate(product(list(Hold)[1:], (3, 11))):
-        anew = Condition((0, 1), next(pools), Combine.ANY, -0.5, math.inf, 1, NEVER, -1.0)
+        anew = GateCondition((0, 1), next(pools), Combine.ANY, -0.5, math.inf, 1, NEVER, -1.0)
         found.append(Gate((anew,), Combine.ALL, Form.STEP, 0.5, 0.0, hold, 1, n % 3 == 2, late, 13))
     return found
 

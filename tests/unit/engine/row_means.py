@@ -10,9 +10,9 @@ from rheostat_engine.plan.gate_table import Held, State, gate_rows
 from rheostat_engine.plan.gates import (
     Activation,
     Combine,
-    Condition,
     Form,
     Gate,
+    GateCondition,
     Hold,
     Normalise,
     Pool,
@@ -67,7 +67,7 @@ def mean_differences(
     h = torch.randn(TOKENS, width, generator=generator).to(dtype)
     rest = None if residual is None else torch.randn(TOKENS, width, generator=generator)
     rest = None if rest is None else rest.to(residual)
-    every = Condition((0,), Pool.LAST, Combine.ANY, -math.inf, math.inf)
+    every = GateCondition((0,), Pool.LAST, Combine.ANY, -math.inf, math.inf)
     found: list[tuple[torch.Tensor, torch.Tensor]] = []
     for chunks in CHUNKS:
         other = buffers(width, dtype=dtype, codes=none, captured=none, programs=programs)

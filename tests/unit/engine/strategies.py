@@ -14,7 +14,6 @@ from rheostat_engine import (
     Band,
     Capture,
     Codec,
-    Condition,
     Directions,
     Kind,
     Normalise,
@@ -22,6 +21,7 @@ from rheostat_engine import (
     Readout,
     RowEncoding,
     Spans,
+    TokenCondition,
     TokenSet,
     Window,
 )
@@ -80,7 +80,7 @@ def spans(draw: st.DrawFn) -> Spans:
 
 
 @st.composite
-def selections(draw: st.DrawFn) -> tuple[Spans, tuple[Condition, ...]]:
+def selections(draw: st.DrawFn) -> tuple[Spans, tuple[TokenCondition, ...]]:
     """Positions that are always touched, and others that are under conditions."""
     cuts = sorted(draw(st.sets(st.integers(0, LIMIT - 1), max_size=5)))
     pairs = list(pairwise([*cuts, OPEN_END]))
@@ -90,7 +90,7 @@ def selections(draw: st.DrawFn) -> tuple[Spans, tuple[Condition, ...]]:
         return _merged([pair for pair, owner in zip(pairs, owners, strict=True) if owner == name])
 
     conditions = tuple(
-        Condition(owned(name), draw(st.sampled_from(SETS)), draw(st.booleans()))
+        TokenCondition(owned(name), draw(st.sampled_from(SETS)), draw(st.booleans()))
         for name in ("one", "other")
         if owned(name)
     )
@@ -207,7 +207,7 @@ def add(
     digest: bytes = DIGESTS[0],
     scale: float = 1.0,
     where: Spans = EVERYWHERE,
-    conditions: tuple[Condition, ...] = (),
+    conditions: tuple[TokenCondition, ...] = (),
 ) -> Act:
     """Row 0 of a vector, added at some sites."""
     rows = tuple((site, (0,)) for site in sites)

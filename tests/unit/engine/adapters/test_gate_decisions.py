@@ -41,9 +41,9 @@ from rheostat_engine.adapters.scheduler import install_block_keys, limit_hits
 from rheostat_engine.plan.gates import (
     Activation,
     Combine,
-    Condition,
     Form,
     Gate,
+    GateCondition,
     Hold,
     Normalise,
     Pool,
@@ -91,7 +91,7 @@ def gated(end: int, *, late: bool = False, each: bool = False, steered: bool = F
     reading = Reading(Normalise.UNIT, Activation.IDENTITY, 0.0, 0.0, 0)
     read = Act(Kind.READ, (DIGESTS[0],), ((0, (0,)),), where, reading=reading)
     at = () if each else (1, end - 1)
-    condition = Condition((0,), Pool.LAST, Combine.ANY, 0.0, math.inf, *at)
+    condition = GateCondition((0,), Pool.LAST, Combine.ANY, 0.0, math.inf, *at)
     gate = Gate((condition,), Combine.ALL, Form.STEP, 0.5, 0.0, Hold.TOKEN if each else Hold.REST)
     act = Act(Kind.ADD, (DIGESTS[1],), ((4, (0,)),), EVERYWHERE)
     gated_act = replace(act, gate=gate._replace(late=end if late else 0))

@@ -17,7 +17,7 @@ from vllm.v1.core.sched import async_scheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
-from rheostat_engine import EXTRA_ARG, OPEN_END, Capture, Condition, Plan
+from rheostat_engine import EXTRA_ARG, OPEN_END, Capture, Plan, TokenCondition
 from rheostat_engine.adapters import request_plan
 from rheostat_engine.adapters.scheduler import install_block_keys, site_scheduler
 from rheostat_engine.plan import plan
@@ -134,7 +134,7 @@ def test_equal_acts_share_blocks_whatever_the_requests_are_called() -> None:
 
 @pytest.mark.usefixtures("_hooked")
 def test_conditions_on_generated_tokens_leave_the_prompts_blocks_alone() -> None:
-    act = add(1, where=(), conditions=(Condition(((18, OPEN_END),), (3,), True),))
+    act = add(1, where=(), conditions=(TokenCondition(((18, OPEN_END),), (3,), True),))
     found = differing(hashes(Plan("r", (act,)), generated=9), hashes(None, generated=9))
     assert found == [False] * 4 + [True] * 2
 

@@ -15,7 +15,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from rheostat_engine import EXTRA_ARG, OPEN_END, Act, Capture, Kind, Plan
 from rheostat_engine.adapters.step_messages import share_tables
-from rheostat_engine.plan.gates import Combine, Condition, Form, Gate, Hold, Pool
+from rheostat_engine.plan.gates import Combine, Form, Gate, GateCondition, Hold, Pool
 from rheostat_engine.plan.plan import (
     CACHED_TOKENS_RECOMPUTED_ARG,
     EncodedTable,
@@ -99,7 +99,7 @@ def test_a_request_that_is_scheduled_again_brings_what_it_brought() -> None:
 def test_every_part_of_a_plan_arrives() -> None:
     table = EncodedTable(b"t" * 16, b"table")
     control = ReceivedControl("c", table, (0, 1), 1, 3)
-    condition = Condition((0,), Pool.LAST, Combine.ANY, 0.0, math.inf)
+    condition = GateCondition((0,), Pool.LAST, Combine.ANY, 0.0, math.inf)
     gate = Gate((condition,), Combine.ALL, Form.STEP, 0.5, 0.0, Hold.TOKEN)
     wait, window = SignalsWait.MANY_STEPS, Window(1, 2, 0)
     # No part is as it is by default.

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rheostat_engine import OPEN_END, Act, Band, Capture, Condition, Kind, Plan
+from rheostat_engine import OPEN_END, Act, Band, Capture, Kind, Plan, TokenCondition
 from rheostat_engine.plan import block_keys as block_keys_module
 from rheostat_engine.plan import gates
 from rheostat_engine.plan.block_keys import BlockKeys, SteeredBlocks
@@ -159,7 +159,7 @@ def test_every_part_of_an_act_enters() -> None:
         ((0, (0, 1)),),
         ((0, 2),),
         bands=(Band(-1, 1, 1), Band(0, 0, 0.5)),
-        conditions=(Condition(((2, 3),), (4, 6), True),),
+        conditions=(TokenCondition(((2, 3),), (4, 6), True),),
     )
     different = [
         pull,
@@ -174,9 +174,9 @@ def test_every_part_of_an_act_enters() -> None:
         replace(pull, bands=pull.bands[::-1]),
         replace(pull, orthogonal=True),
         replace(pull, conditions=()),
-        replace(pull, conditions=(Condition(((2, 4),), (4, 6), True),)),
-        replace(pull, conditions=(Condition(((2, 3),), (4, 5), True),)),
-        replace(pull, conditions=(Condition(((2, 3),), (4, 6), False),)),
+        replace(pull, conditions=(TokenCondition(((2, 4),), (4, 6), True),)),
+        replace(pull, conditions=(TokenCondition(((2, 3),), (4, 5), True),)),
+        replace(pull, conditions=(TokenCondition(((2, 3),), (4, 6), False),)),
         replace(pull, spans=((0, 3),), conditions=()),
         add(0, where=((0, 2),)),
         add(0, where=((0, 2),), scale=-1.0),
@@ -229,7 +229,7 @@ def test_from_the_private_position_on_nobody_else_reads(first: int) -> None:
 @pytest.mark.parametrize("late", [False, True])
 def test_before_a_gate_is_decided_the_blocks_are_those_of_a_plain_request(late: bool) -> None:
     """They are not those of the same act without a gate, because this act changes them."""
-    decided = gates.Condition((0,), gates.Pool.LAST, gates.Combine.ANY, 0.0, math.inf, 1, 8)
+    decided = gates.GateCondition((0,), gates.Pool.LAST, gates.Combine.ANY, 0.0, math.inf, 1, 8)
     gate = gates.Gate(
         (decided,), gates.Combine.ALL, gates.Form.STEP, 0.5, 0.0, gates.Hold.REST, late=9 * late
     )
@@ -253,7 +253,7 @@ def test_numbers_as_large_as_a_wire_may_bring_are_encoded() -> None:
         (DIGESTS[0],),
         ((large, (large,)),),
         (),
-        conditions=(Condition(EVERYWHERE, (large,), True),),
+        conditions=(TokenCondition(EVERYWHERE, (large,), True),),
     )
     assert block_keys(Plan("r", (act,), epoch=epoch)).key(0, 4) is not None
 
@@ -296,7 +296,7 @@ def test_a_fragmented_block_is_looked_through_once_for_all_samples(
 
 
 def test_a_request_whose_gates_stay_shut_has_the_keys_of_its_ungated_acts() -> None:
-    one = gates.Condition((0,), gates.Pool.LAST, gates.Combine.ANY, 0.0, math.inf, 1, 9)
+    one = gates.GateCondition((0,), gates.Pool.LAST, gates.Combine.ANY, 0.0, math.inf, 1, 9)
     gate = gates.Gate((one,), gates.Combine.ALL, gates.Form.STEP, 0.5, 0.0, gates.Hold.REST)
     act, other = replace(add(1), gate=gate), ablate(2)
     plan = Plan("r", (act, other), private_from=20)

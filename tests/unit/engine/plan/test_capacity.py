@@ -13,9 +13,9 @@ from rheostat_engine import (
     Capacity,
     CapacityLedger,
     Capture,
-    Condition,
     Plan,
     Shortage,
+    TokenCondition,
 )
 from rheostat_engine.plan import tables
 from rheostat_engine.plan.composition import TokenVariants, only_adds
@@ -181,7 +181,7 @@ def test_a_plan_needs_what_its_variants_are_made_of_each_content_once(plan: Plan
 
 
 def ruled(*spans: tuple[int, int], token: int = 1) -> Act:
-    return replace(add(1), spans=(), conditions=(Condition(spans, (token,), True),))
+    return replace(add(1), spans=(), conditions=(TokenCondition(spans, (token,), True),))
 
 
 def test_every_combination_that_follows_a_rule_takes_a_place_of_its_own() -> None:
@@ -197,7 +197,7 @@ def test_every_combination_that_follows_a_rule_takes_a_place_of_its_own() -> Non
 
 def test_every_sample_takes_places_and_ring_rows_of_its_own() -> None:
     ledger = CapacityLedger(replace(capacity(capture_rows=9), ruled_intervals=3))
-    ruled = replace(add(1), spans=(), conditions=(Condition(((6, 9),), (1,), True),))
+    ruled = replace(add(1), spans=(), conditions=(TokenCondition(((6, 9),), (1,), True),))
     plan = Plan("a", (ruled,), (Capture((0, 1, 2), ((6, 9),)),))
     assert ledger.admit(plan, prompt_len=4, max_step_tokens=4, samples=3) is None
     used = {name: ledger.used(name) for name in ("ruled_intervals", "capture_rows", "slots")}
@@ -385,7 +385,7 @@ def test_what_is_short_is_named_with_how_much_is_missing() -> None:
     assert admit(Plan("c", (), (Capture((3,), ((2, 4),)),))) is None
 
 
-RULED = Condition(EVERYWHERE, (1,), True)
+RULED = TokenCondition(EVERYWHERE, (1,), True)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rheostat_engine import MAX_STEPS, MAX_TOKEN_SETS, Act, Band, Condition, Kind, Plan
+from rheostat_engine import MAX_STEPS, MAX_TOKEN_SETS, Act, Band, Kind, Plan, TokenCondition
 from rheostat_engine.plan import gates
 from rheostat_engine.plan.composition import (
     Step,
@@ -141,7 +141,7 @@ def test_neighbouring_additions_are_one_step_whatever_their_order() -> None:
 
 def test_an_addition_under_a_gate_does_not_part_its_neighbours() -> None:
     gate = Gate(
-        (gates.Condition((0,), Pool.LAST, Combine.ANY, 0.0, math.inf),),
+        (gates.GateCondition((0,), Pool.LAST, Combine.ANY, 0.0, math.inf),),
         Combine.ALL,
         Form.STEP,
         0.5,
@@ -191,7 +191,7 @@ def test_only_a_single_addition_is_a_row() -> None:
 def conditional(count: int) -> list[Act]:
     """Acts under as many different sets, which meet from position 3 on."""
     return [
-        add(0, where=(), conditions=(Condition(((n % 3, 9),), (n, 50), True),))
+        add(0, where=(), conditions=(TokenCondition(((n % 3, 9),), (n, 50), True),))
         for n in range(count)
     ]
 
@@ -214,8 +214,8 @@ def test_no_more_than_so_many_sets_of_token_ids_may_meet_at_one_position() -> No
 
 
 def test_equal_sets_of_token_ids_count_once() -> None:
-    one = Condition(EVERYWHERE, (1, 2), True)
-    other = Condition(EVERYWHERE, (1, 2), False)
+    one = TokenCondition(EVERYWHERE, (1, 2), True)
+    other = TokenCondition(EVERYWHERE, (1, 2), False)
     many = [add(0, where=(), conditions=(one,)), add(1, where=(), conditions=(other,))] * 5
     (token_variants,) = all_token_variants(many)
     assert token_variants.sets == (packed_ids((1, 2)),)

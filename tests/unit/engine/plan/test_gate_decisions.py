@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rheostat_engine import Act, Kind
 from rheostat_engine.plan.gate_decisions import DecidedOnce, decided_once
-from rheostat_engine.plan.gates import Combine, Condition, Form, Gate, Hold, Pool
+from rheostat_engine.plan.gates import Combine, Form, Gate, GateCondition, Hold, Pool
 from rheostat_engine.plan.tables import steering_table
 
 from ..gated import gates, openings
@@ -19,11 +19,11 @@ LAST = 7
 """The last position of the prompt."""
 
 
-def condition(decided_at: int = LAST) -> Condition:
-    return Condition((0,), Pool.MEAN, Combine.ANY, 0.5, math.inf, 1, decided_at)
+def condition(decided_at: int = LAST) -> GateCondition:
+    return GateCondition((0,), Pool.MEAN, Combine.ANY, 0.5, math.inf, 1, decided_at)
 
 
-def gate(*conditions: Condition, hold: Hold = Hold.REST, **fields: object) -> Gate:
+def gate(*conditions: GateCondition, hold: Hold = Hold.REST, **fields: object) -> Gate:
     """A gate that the prompt's end decides."""
     one = Gate(conditions or (condition(),), Combine.ALL, Form.STEP, 0.5, 0.0, hold)
     return one._replace(**fields)

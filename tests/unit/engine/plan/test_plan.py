@@ -21,16 +21,15 @@ from rheostat_engine import (
     Band,
     Capture,
     Codec,
-    Condition,
     Directions,
     Kind,
     Normalise,
     Plan,
     Readout,
     RowEncoding,
+    TokenCondition,
 )
-from rheostat_engine.plan.gates import Combine, Form, Gate, Hold, Pool
-from rheostat_engine.plan.gates import Condition as GateCondition
+from rheostat_engine.plan.gates import Combine, Form, Gate, GateCondition, Hold, Pool
 from rheostat_engine.plan.plan import ReceivedPlan, read_plan, read_request_id, steering_of
 from rheostat_engine.plan.tables import CaptureTable, SteeringTable
 from rheostat_engine.plan.wire import captures_from, captures_to, steering_from, steering_to
@@ -139,7 +138,7 @@ def test_a_plan_that_is_private_touches_kv_and_captures_do_not() -> None:
     assert not Plan("r", (), (capture,), epoch=3).touches_kv
 
 
-CONDITION = Condition(((9, OPEN_END),), (3, 7), True)
+CONDITION = TokenCondition(((9, OPEN_END),), (3, 7), True)
 PLAN = Plan(
     "r",
     (

@@ -16,12 +16,12 @@ from rheostat_engine import (
     OPEN_END,
     Act,
     Capture,
-    Condition,
     Kind,
     Plan,
     PlanTooLarge,
     RowEncoding,
     Spans,
+    TokenCondition,
     update_steering,
 )
 from rheostat_engine.plan.composition import Clause
@@ -136,10 +136,10 @@ def test_the_effort_of_acts_counts_what_each_set_of_them_holds_once() -> None:
 def test_the_effort_of_acts_counts_every_direction_and_every_variant() -> None:
     pull = ablate(0, 1, digests=(A, B, C))
     assert steering(pull).plan_cost == 2 * 3 + GLANCES
-    ruled = replace(pull, spans=(), conditions=(Condition(((4, 9),), (1,), True),))
+    ruled = replace(pull, spans=(), conditions=(TokenCondition(((4, 9),), (1,), True),))
     assert steering(ruled).plan_cost == 2 * 2 * 3 + GLANCES
     assert steering(ruled, ruled).plan_cost == 2 * 2 * 2 * 3 + GLANCES
-    other = replace(ruled, conditions=(Condition(((4, 9),), (2,), True),))
+    other = replace(ruled, conditions=(TokenCondition(((4, 9),), (2,), True),))
     assert steering(ruled, other).plan_cost == 4 * 2 * 2 * 3 + GLANCES
 
 
@@ -158,7 +158,7 @@ def test_the_effort_of_a_subspace_counts_the_pairs_that_are_made_orthogonal() ->
 
 def test_the_effort_of_acts_counts_token_ids_once_per_set() -> None:
     def ruled(start: int, ids: int) -> Act:
-        where = Condition(((start, start + 1),), tuple(range(ids)), True)
+        where = TokenCondition(((start, start + 1),), tuple(range(ids)), True)
         return replace(add(0), spans=(), conditions=(where,))
 
     small = steering(ruled(0, 1), ruled(2, 1)).plan_cost
@@ -238,7 +238,7 @@ def test_a_table_of_captures_survives_the_way_into_the_worker(many: tuple[Captur
 
 
 def test_a_set_of_token_ids_travels_once() -> None:
-    many = Condition(((0, 4),), tuple(range(1000)), True)
+    many = TokenCondition(((0, 4),), tuple(range(1000)), True)
     acts = tuple(replace(add(site), spans=(), conditions=(many,)) for site in range(5))
     table = steering(*acts)
     assert table.sets == (packed_ids(many.tokens),)

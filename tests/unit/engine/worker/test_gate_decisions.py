@@ -9,7 +9,7 @@ import torch
 
 from rheostat_engine import Act, Activation, Kind, Normalise, Plan, Reading
 from rheostat_engine.plan.gate_decisions import DecidedOnce, decided_once
-from rheostat_engine.plan.gates import Combine, Condition, Form, Gate, Hold, Pool
+from rheostat_engine.plan.gates import Combine, Form, Gate, GateCondition, Hold, Pool
 from rheostat_engine.worker.gate_decisions import DecisionReport
 
 from ..cpu_worker import Worker
@@ -25,7 +25,7 @@ def gated(*bounds: float, end: int = END, late: bool = False) -> Plan:
     reading = Reading(Normalise.UNIT, Activation.IDENTITY, 0.0, 0.0, 0)
     acts = [Act(Kind.READ, (DIGESTS[0],), ((0, (0,)),), where, reading=reading)]
     for above in bounds:
-        condition = Condition((0,), Pool.LAST, Combine.ANY, above, math.inf, 1, end - 1)
+        condition = GateCondition((0,), Pool.LAST, Combine.ANY, above, math.inf, 1, end - 1)
         gate = Gate((condition,), Combine.ALL, Form.STEP, 0.5, 0.0, Hold.REST)
         gate = gate._replace(late=end if late else 0)
         acts.append(Act(Kind.ADD, (DIGESTS[1],), ((4, (0,)),), EVERYWHERE, gate=gate))

@@ -12,13 +12,13 @@ from rheostat_engine import (
     Act,
     Band,
     Capture,
-    Condition,
     Dose,
     Installed,
     Kind,
     Plan,
     Released,
     Rows,
+    TokenCondition,
     Window,
 )
 from rheostat_engine.channel.events import InstalledHead
@@ -34,7 +34,7 @@ from ..strategies import DIGESTS, EVERYWHERE, LIMIT, SITES, ablate, add, windowe
 from ..tables import VECTORS, capacity
 from ..wires import WIRES, packed
 
-COLUMN = gates.Condition((0,), gates.Pool.LAST, gates.Combine.ALL, 0.0, math.inf)
+COLUMN = gates.GateCondition((0,), gates.Pool.LAST, gates.Combine.ALL, 0.0, math.inf)
 GATE = gates.Gate((COLUMN,), gates.Combine.ALL, gates.Form.STEP, 0.5, 1.0, gates.Hold.TOKEN)
 
 
@@ -99,7 +99,7 @@ def test_requests_that_differ_in_their_window_share_a_table() -> None:
 @pytest.mark.parametrize(
     ("acts", "why"),
     [
-        ((add(2, where=(), conditions=(Condition(((0, 9),), (1,), True),)),), "under rules"),
+        ((add(2, where=(), conditions=(TokenCondition(((0, 9),), (1,), True),)),), "under rules"),
         ((replace(add(2), gate=GATE),), "gated"),
     ],
 )

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from rheostat_engine import (
     Act,
     Activation,
-    Condition,
     Installed,
     Kind,
     Normalise,
@@ -22,6 +21,7 @@ from rheostat_engine import (
     SignalRows,
     Signals,
     SignalsWait,
+    TokenCondition,
 )
 from rheostat_engine.plan.gates import MAX_COLUMNS, MAX_GATES, Gate
 from rheostat_engine.plan.tables import steering_table
@@ -240,7 +240,7 @@ def test_signals_are_part_of_a_tables_digest() -> None:
 def test_a_probe_reads_only_its_tokens_however_alike_the_steps_are() -> None:
     worker = Worker()
     token = token_at("v", 1)
-    where = Condition(EVERYWHERE, (token,), among=True)
+    where = TokenCondition(EVERYWHERE, (token,), among=True)
     plan = _probing("r")
     worker.add_request(
         "v", replace(plan, acts=(replace(plan.acts[0], spans=(), conditions=(where,)),))

@@ -12,11 +12,11 @@ from rheostat_engine import (
     Act,
     Band,
     Capture,
-    Condition,
     Installed,
     Kind,
     Plan,
     Released,
+    TokenCondition,
     update_steering,
 )
 from rheostat_engine.worker.runtime import UpdateResult
@@ -105,7 +105,7 @@ UNKNOWN = b"\xee" * 32
         ((add(5),), "the plan names a site that is not one of the model's 5"),
         ((ablate(1),) * 65, "65 steps meet at one site; at most 64 can"),
         (
-            (replace(add(1), spans=(), conditions=(Condition(EVERYWHERE, (99,), True),)),),
+            (replace(add(1), spans=(), conditions=(TokenCondition(EVERYWHERE, (99,), True),)),),
             "a token id is not below the vocabulary's size, 6",
         ),
     ],

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rheostat_engine import OPEN_END, Condition, Point, Rows, Site
+from rheostat_engine import OPEN_END, Point, Rows, Site, TokenCondition
 from rheostat_server.capture.encodings import Form
 from rheostat_server.capture.specs import ResolvedCapture
 from rheostat_server.delivery.block import Block
@@ -110,7 +110,7 @@ def test_rows_of_all_sites_are_sent_as_they_came() -> None:
 
 @given(st.sets(st.integers(0, 5), min_size=1), st.permutations([POST0, PRE1, POST1, POST2]))
 def test_joined_rows_equal_rows_that_came_site_by_site(left_out, sites) -> None:
-    condition = Condition(((PROMPT_LEN, OPEN_END),), (48 + 4,), among=False)
+    condition = TokenCondition(((PROMPT_LEN, OPEN_END),), (48 + 4,), among=False)
     capture = spec(*sites, spans=((0, PROMPT_LEN),), conditions=(condition,))
     at = [position for position in range(8) if position not in left_out]
     together, apart = rows_of(capture), rows_of(capture)
@@ -193,9 +193,9 @@ def test_a_position_that_one_site_lost_is_missing_at_all() -> None:
 
 def test_rows_of_tokens_that_are_not_selected_end_here() -> None:
     two_sites = spec(
-        POST0, POST1, spans=((1, 2),), conditions=(Condition(((2, 9),), (51, 54), True),)
+        POST0, POST1, spans=((1, 2),), conditions=(TokenCondition(((2, 9),), (51, 54), True),)
     )
-    one_site = spec(POST0, spans=(), conditions=(Condition(((2, 9),), (51, 54), False),))
+    one_site = spec(POST0, spans=(), conditions=(TokenCondition(((2, 9),), (51, 54), False),))
     waiting, other = rows_of(two_sites), rows_of(one_site, 1)
     for site in (POST0, POST1):
         waiting.add(rows(site, *range(8)))

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from rheostat_engine import OPEN_END, Act, Condition, Installed, Kind, Plan, Spans
+from rheostat_engine import OPEN_END, Act, Installed, Kind, Plan, Spans, TokenCondition
 from rheostat_server.generation import explain
 from rheostat_server.generation.explain import cache_keys
 from rheostat_server.limits import LARGE_REQUESTS
@@ -166,7 +166,7 @@ def test_keys_are_equal_as_far_as_plans_are() -> None:
         act(((2, 6),)),
         act(((2, 5),), 1.5),
         act(((2, 5),), kind=Kind.ADD),
-        act((), conditions=(Condition(((2, 5),), (7,), True),)),
+        act((), conditions=(TokenCondition(((2, 5),), (7,), True),)),
     ],
 )
 def test_keys_differ_where_plans_do(other) -> None:

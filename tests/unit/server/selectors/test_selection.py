@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rheostat_engine import OPEN_END, Condition, Spans
+from rheostat_engine import OPEN_END, Spans, TokenCondition
 from rheostat_server.errors import (
     EmptySelector,
     InvalidPosition,
@@ -136,19 +136,19 @@ def test_token_ids_that_are_confined_to_the_prompt_are_positions() -> None:
 
 def test_token_ids_select_generated_tokens_too() -> None:
     assert selected(token_range(12, 99), token_range(99, 10)) == Selection(
-        ((0, 1), (2, 3)), (Condition(GENERATED_SPANS, (10, 12, 99), True),)
+        ((0, 1), (2, 3)), (TokenCondition(GENERATED_SPANS, (10, 12, 99), True),)
     )
     assert selected(token_range(99), window(10, 12)) == Selection(
-        ((10, 12),), (Condition(((8, 10), (12, OPEN_END)), (99,), True),)
+        ((10, 12),), (TokenCondition(((8, 10), (12, OPEN_END)), (99,), True),)
     )
 
 
 def test_excluded_token_ids_make_generated_positions_conditional() -> None:
     assert selected(exclude=[token_range(11, 99)]) == Selection(
-        ((0, 1), (2, 8)), (Condition(GENERATED_SPANS, (11, 99), False),)
+        ((0, 1), (2, 8)), (TokenCondition(GENERATED_SPANS, (11, 99), False),)
     )
     assert selected(PROMPT, window(9, 11), exclude=[token_range(11)]) == Selection(
-        ((0, 1), (2, 8)), (Condition(((9, 11),), (11,), False),)
+        ((0, 1), (2, 8)), (TokenCondition(((9, 11),), (11,), False),)
     )
 
 
@@ -157,8 +157,8 @@ def test_excludes_win_over_token_ids() -> None:
     assert both == Selection(
         ((1, 2),),
         (
-            Condition(((8, 9),), (50, 51), False),
-            Condition(((12, OPEN_END),), (11,), True),
+            TokenCondition(((8, 9),), (50, 51), False),
+            TokenCondition(((12, OPEN_END),), (11,), True),
         ),
     )
     assert selected(token_range(50), exclude=[token_range(50)]) == Selection(())
@@ -166,13 +166,13 @@ def test_excludes_win_over_token_ids() -> None:
 
 def test_a_selection_says_where_it_can_reach_and_what_is_known() -> None:
     one = Selection(
-        ((0, 2),), (Condition(((4, 6),), (9,), True), Condition(((6, 8),), (9,), False))
+        ((0, 2),), (TokenCondition(((4, 6),), (9,), True), TokenCondition(((6, 8),), (9,), False))
     )
     assert (one.reach, one.known) == (((0, 2), (4, 8)), ((0, 2), (6, 8)))
 
 
 def test_positions_beyond_the_known_tokens_are_held_only_if_no_token_matters() -> None:
-    one = Selection(((5, 9),), (Condition(((2, 5),), (7,), True),))
+    one = Selection(((5, 9),), (TokenCondition(((2, 5),), (7,), True),))
     assert one.selected(2, [7], 0, 7) == ((2, 3), (5, 7))
     assert one.selected(2, [8, 7, 7], 0, 100) == ((3, 9),)
     assert one.selected(2, [8, 7, 7], 4, 6) == ((4, 6),)

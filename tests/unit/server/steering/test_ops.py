@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rheostat_engine import OPEN_END, Act, Band, Condition, Kind
+from rheostat_engine import OPEN_END, Act, Band, Kind, TokenCondition
 from rheostat_engine.plan.plan import read_plan, steering_of
 from rheostat_server import errors
 from rheostat_server.steering.directions import DEPENDENT
@@ -160,7 +160,7 @@ def test_conditions_on_generated_tokens_are_part_of_the_act() -> None:
     (act,) = acts(norm_add(where=selector(PROMPT, token_range(50), exclude=[token_range(11)])))
     assert (act.spans, act.conditions) == (
         ((0, 1), (2, 3)),
-        (Condition(((3, OPEN_END),), (50,), True),),
+        (TokenCondition(((3, OPEN_END),), (50,), True),),
     )
 
 

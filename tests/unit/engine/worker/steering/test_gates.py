@@ -23,9 +23,9 @@ from rheostat_engine.plan.gate_table import (
 from rheostat_engine.plan.gates import (
     Activation,
     Combine,
-    Condition,
     Form,
     Gate,
+    GateCondition,
     Hold,
     Normalise,
     Pool,
@@ -110,7 +110,7 @@ def test_the_gates_of_a_site_are_opened_together(monkeypatch: pytest.MonkeyPatch
     read = Act(Kind.READ, (DIGESTS[0],), ((0, (0,)),), EVERYWHERE, reading=reading)
     steered = []
     for number in range(12):
-        condition = Condition((0,), Pool.LAST, Combine.ANY, number / 12 - 0.5, math.inf, 1)
+        condition = GateCondition((0,), Pool.LAST, Combine.ANY, number / 12 - 0.5, math.inf, 1)
         gate = Gate((condition,), Combine.ALL, Form.STEP, 0.5, 0.0, Hold.TOKEN, 1, False)
         steered.append(replace(add(2, digest=DIGESTS[1]), gate=gate))
     worker, requests = Worker(), {f"p{n}": Plan("p", (*steered[n:], read)) for n in range(3)}
@@ -140,7 +140,7 @@ def test_tokens_that_are_computed_again_get_the_openness_that_they_had(
     prompt, length = 6, 80
     reading = Reading(Normalise.UNIT, Activation.IDENTITY, 0.0, 0.0, 0)
     read = Act(Kind.READ, (DIGESTS[0],), ((2, (0,)),), EVERYWHERE, reading=reading)
-    condition = Condition((0,), Pool.LAST, Combine.ANY, 0.8, math.inf, 2)
+    condition = GateCondition((0,), Pool.LAST, Combine.ANY, 0.8, math.inf, 2)
     gate = Gate(
         (condition,), Combine.ALL, Form.STEP, 0.5, 0.0, hold, 3, invert, late=prompt, end=length
     )
@@ -211,7 +211,7 @@ def test_gates_go_on_as_if_acts_beside_them_had_not_changed(data: st.DataObject)
 
 def test_an_act_keeps_its_gate_if_the_act_of_an_earlier_gate_goes() -> None:
     def gate(pool: Pool) -> Gate:
-        condition = Condition((0,), pool, Combine.ALL, -0.5, math.inf, 1)
+        condition = GateCondition((0,), pool, Combine.ALL, -0.5, math.inf, 1)
         return Gate((condition,), Combine.ALL, Form.STEP, 0.1, 0.6, Hold.TOKEN, 0, False)
 
     reading = Reading(Normalise.NONE, Activation.IDENTITY, 0.0, 0.0, 0)
@@ -253,7 +253,7 @@ def test_a_gate_that_the_first_acts_did_not_open_opens_once_an_update_needs_it()
 def mean_gate(*columns: int) -> Gate:
     """Open while the mean of what was read to each column is positive."""
     conditions = tuple(
-        Condition((column,), Pool.MEAN, Combine.ANY, 0.0, math.inf, 1) for column in columns
+        GateCondition((column,), Pool.MEAN, Combine.ANY, 0.0, math.inf, 1) for column in columns
     )
     return Gate(conditions, Combine.ALL, Form.STEP, 0.5, 0.0, Hold.TOKEN)
 
@@ -311,7 +311,7 @@ def test_acts_with_other_gates_take_states_of_their_own() -> None:
         read = Act(Kind.READ, (DIGESTS[0],), ((0, (0,)),), EVERYWHERE, reading=reading)
         found = [
             Gate(
-                (Condition((0,), Pool.LAST, Combine.ANY, bound, math.inf),),
+                (GateCondition((0,), Pool.LAST, Combine.ANY, bound, math.inf),),
                 Combine.ALL, Form.STEP, 0.5, 0.0, Hold.REST,
             )
             for bound in bounds
@@ -337,7 +337,7 @@ def test_requests_whose_gates_differ_in_numbers_share_all_but_their_gates() -> N
     bounds = dict(zip(names, (-9.0, 0.0, 0.25, 9.0), strict=True))
 
     def plan(name: str) -> Plan:
-        condition = Condition((0,), Pool.LAST, Combine.ANY, bounds[name], math.inf)
+        condition = GateCondition((0,), Pool.LAST, Combine.ANY, bounds[name], math.inf)
         gate = Gate((condition,), Combine.ALL, Form.STEP, 0.5, 0.0, Hold.TOKEN)
         return Plan(name, (replace(add(2, digest=DIGESTS[1]), gate=gate), read))
 
@@ -377,7 +377,7 @@ def test_gates_have_one_shape_if_they_differ_in_numbers_alone(
     changed = one._replace(**{field: getattr(other, field)})
     assert one.has_shape_of(changed) == (one.shape == changed.shape)
     at = data.draw(st.integers(0, len(one.conditions) - 1))
-    field = data.draw(st.sampled_from(Condition._fields))
+    field = data.draw(st.sampled_from(GateCondition._fields))
     condition = one.conditions[at]._replace(**{field: getattr(other.conditions[0], field)})
     changed = one._replace(conditions=(*one.conditions[:at], condition, *one.conditions[at + 1 :]))
     assert one.has_shape_of(changed) == (one.shape == changed.shape)
@@ -428,7 +428,7 @@ def test_a_gate_whose_position_no_table_can_hold_is_refused_and_changes_nothing(
 def test_records_are_those_of_their_samples_alone() -> None:
     worker, capacity_used = Worker(), []
     gate = Gate(
-        (Condition((0,), Pool.LAST, Combine.ANY, 0.0, math.inf),),
+        (GateCondition((0,), Pool.LAST, Combine.ANY, 0.0, math.inf),),
         Combine.ALL, Form.STEP, 0.5, 0.0, Hold.REST, late=4, end=4 + RECORDED + 1,
     )  # fmt: skip
     assert states_of(gate) == 3

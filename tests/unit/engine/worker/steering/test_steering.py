@@ -14,10 +14,10 @@ from rheostat_engine import (
     Act,
     Band,
     Capacity,
-    Condition,
     Kind,
     Plan,
     Spans,
+    TokenCondition,
     update_steering,
 )
 from rheostat_engine.plan.composition import TokenVariants, Variant
@@ -42,7 +42,7 @@ from ...strategies import (
 from ...tables import WIDTH, capacity, norms, used
 
 A, B, C = DIGESTS
-RULED = Condition(((5, 9),), (1, 3), True)
+RULED = TokenCondition(((5, 9),), (1, 3), True)
 UNKNOWN = b"\xee" * 32
 ZERO = b"\x00" * 32
 
@@ -60,7 +60,7 @@ def amended(plan: Plan, first: int) -> EncodedTable | None:
 
 
 def ruled(*tokens: int, where: Spans = RULED.spans) -> Act:
-    return replace(add(1), spans=(), conditions=(Condition(where, tokens, True),))
+    return replace(add(1), spans=(), conditions=(TokenCondition(where, tokens, True),))
 
 
 MANY = (add(0, where=((0, 4),)), ablate(1, digests=(B, C)), ruled(1, 3), add(2, scale=2.0))
