@@ -10,12 +10,11 @@ import numpy as np
 from rheostat_engine import Point, Site
 from rheostat_server.derivation.lens import (
     PromptRows,
-    check_finite,
     check_prompt,
     raw_tensor,
     refuse_without_lens,
 )
-from rheostat_server.derivation.prompt_rows import Reading, prompt_selector, read_rows
+from rheostat_server.derivation.prompt_rows import Reading, check_finite, prompt_selector, read_rows
 from rheostat_server.errors import NotSupported
 from rheostat_server.requests.manager import RequestManager
 from rheostat_server.selectors.sites import resolve_sites, to_wire

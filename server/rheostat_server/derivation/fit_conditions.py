@@ -14,10 +14,15 @@ import numpy as np
 
 from rheostat_engine import Normalise, Site
 from rheostat_server import validation
-from rheostat_server.admission.admitted_request import AdmittedRequest
 from rheostat_server.derivation.condition_fits import Fit, Made, PooledRows, Score, fits_of
 from rheostat_server.derivation.derive import store_vector
-from rheostat_server.derivation.prompt_rows import Reading, prompt_selector, read_rows
+from rheostat_server.derivation.prompt_rows import (
+    Reading,
+    Rows,
+    check_finite,
+    prompt_selector,
+    read_rows,
+)
 from rheostat_server.derivation.prompt_runner import (
     PromptRunner,
     check_prompts,
@@ -28,7 +33,6 @@ from rheostat_server.errors import (
     InvalidValue,
     MissingField,
     NoContrast,
-    NonFinite,
     NotSupported,
     ZeroVector,
 )
@@ -138,28 +142,17 @@ class _SetRows:
         return PooledRows(self.last[site], self.mean[site], self.unit_mean[site])
 
 
-class _PromptRows:
+class _PromptRows(Rows):
     """Pools the rows of a prompt as they arrive, in float64."""
 
-    def __init__(self, sites: tuple[Site, ...], width: int, *, means: bool) -> None:
-        messages = [to_wire(site) for site in sites]
-        self._indices = {(site.point, site.layer): i for i, site in enumerate(messages)}
+    def __init__(self, sites: Sequence[Site], width: int, *, means: bool) -> None:
+        super().__init__(sites)
         self._means = means
         self._last = np.zeros((len(sites), width), np.float32)
         self._last_at = np.full(len(sites), -1, np.int64)
         self._sums = np.zeros((2, len(sites), width) if means else (2, 0, 0))
-        self._counts = np.zeros(len(sites), np.int64)
-        self._expected = 0
 
-    def begin(self, admitted: AdmittedRequest, count: int) -> None:
-        """Remembers how many rows each site gets."""
-        self._expected = count
-
-    def add(self, part: capture_pb2.Captured) -> None:
-        """Adds rows, [sites, positions, width], float32."""
-        indices = [self._indices[site.point, site.layer] for site in part.sites]
-        shape = tuple(part.tensor.shape)
-        rows = np.frombuffer(part.tensor.inline, dtype="<f4").reshape(shape)
+    def _take(self, indices: list[int], rows: FloatArray, part: capture_pb2.Captured) -> None:
         last = max(run.start + run.count for run in part.positions) - 1
         for index, values in zip(indices, rows, strict=True):
             if last > self._last_at[index]:
@@ -171,11 +164,6 @@ class _PromptRows:
                 units = np.divide(wide, norms, out=np.zeros_like(wide), where=norms > 0)
             self._sums[0, indices] += wide.sum(axis=1)
             self._sums[1, indices] += units.sum(axis=1)
-        self._counts[indices] += rows.shape[1]
-
-    def complete(self) -> bool:
-        """Whether every site got its rows."""
-        return bool((self._counts == self._expected).all())
 
     def put(self, rows: _SetRows, prompt: int) -> None:
         """Writes the pooled rows of a prompt. Every site must have a row."""
@@ -336,10 +324,7 @@ async def _fit(
         pooled = _PromptRows(sites, checked.width, means=means)
         await read_rows(prompt, path, checked.reading, manager, pooled)
         pooled.put(rows, index)
-        for site, row in zip(sites, rows.last[:, index], strict=True):
-            if not np.isfinite(row).all():
-                place = f"{site.point.value} {site.layer}"
-                raise NonFinite(f"the stream at {place} is not finite", field=path)
+        check_finite(rows.last[:, index], sites, path)
 
     jobs = jobs_of(request, positive, negative, read)
     async with aclosing(runner.run(jobs)) as counts:

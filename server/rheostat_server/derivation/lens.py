@@ -19,12 +19,17 @@ from rheostat_server import validation
 from rheostat_server.admission.admitted_request import AdmittedRequest
 from rheostat_server.config import ModelInfo
 from rheostat_server.delivery.row_messages import add_runs
-from rheostat_server.derivation.prompt_rows import Reading, prompt_selector, read_rows
+from rheostat_server.derivation.prompt_rows import (
+    Reading,
+    Rows,
+    check_finite,
+    prompt_selector,
+    read_rows,
+)
 from rheostat_server.engine.backend import LensReading
 from rheostat_server.errors import (
     InvalidValue,
     MissingField,
-    NonFinite,
     NotSupported,
     QueueFull,
     RunIncomplete,
@@ -63,20 +68,17 @@ _TEXT_BYTES = 128
 """Bytes that `offload` counts for the text of a token."""
 
 
-class PromptRows:
+class PromptRows(Rows):
     """Whole rows of a prompt, as they arrive."""
 
     def __init__(self, sites: Sequence[Site], width: int) -> None:
         """Nothing has come yet."""
-        messages = [to_wire(site) for site in sites]
-        self._indices = {(site.point, site.layer): i for i, site in enumerate(messages)}
-        self._width = width
-        self._came = np.zeros(len(sites), dtype=np.int64)
+        super().__init__(sites)
         self.token_ids: tuple[int, ...] = ()
         """The prompt."""
         self.spans: Spans = ()
         """Positions of the rows."""
-        self.rows: FloatArray = np.empty((0, 0, width), np.float32)
+        self.rows: FloatArray = np.empty((len(sites), 0, width), np.float32)
         """[sites, positions, W]."""
 
     def begin(self, admitted: AdmittedRequest, count: int) -> None:
@@ -85,25 +87,18 @@ class PromptRows:
         Raises:
             InvalidValue: there are too many.
         """
+        super().begin(admitted, count)
         self.token_ids = tuple(admitted.prompt.token_ids)
         known = admitted.captures[0].selection.known
         self.spans = clipped(known, 0, admitted.prompt_len)
-        _check_size(len(self._came), count, self._width)
-        self.rows = np.empty((len(self._came), count, self._width), np.float32)
+        sites, _, width = self.rows.shape
+        _check_size(sites, count, width)
+        self.rows = np.empty((sites, count, width), np.float32)
 
-    def add(self, part: capture_pb2.Captured) -> None:
-        """Takes rows [sites, positions, W], positions ascending."""
-        shape = tuple(part.tensor.shape)
-        rows = np.frombuffer(part.tensor.inline, dtype="<f4").reshape(shape)
-        for site, values in zip(part.sites, rows, strict=True):
-            index = self._indices[site.point, site.layer]
-            first = self._came[index]
-            self.rows[index, first : first + shape[1]] = values
-            self._came[index] += shape[1]
-
-    def complete(self) -> bool:
-        """Whether every row has come."""
-        return bool((self._came == self.rows.shape[1]).all())
+    def _take(self, indices: list[int], rows: FloatArray, part: capture_pb2.Captured) -> None:
+        for index, values in zip(indices, rows, strict=True):
+            first = self._counts[index]
+            self.rows[index, first : first + len(values)] = values
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,17 +199,6 @@ def refuse_without_lens(manager: RequestManager) -> None:
             f"this model has no lens: {manager.sites.no_lens}. Capture the rows, and apply the "
             "model's weights to them"
         )
-
-
-def check_finite(rows: FloatArray, sites: Sequence[Site], path: str) -> None:
-    """Checks that rows [sites, positions, W] are finite.
-
-    Raises:
-        NonFinite: a number is not.
-    """
-    for index in np.flatnonzero(~np.isfinite(rows).all(axis=(1, 2))):
-        site = sites[index]
-        raise NonFinite(f"the stream at {site.point.value} {site.layer} is not finite", field=path)
 
 
 def check_prompt(prompt: types_pb2.Prompt) -> None:

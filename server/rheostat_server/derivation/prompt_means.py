@@ -3,17 +3,15 @@
 A mean contains each selected row of the prompt once. Otherwise an error names the prompt.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from rheostat_engine import Site
-from rheostat_server.admission.admitted_request import AdmittedRequest
-from rheostat_server.derivation.prompt_rows import Reading, read_rows
-from rheostat_server.errors import NonFinite
+from rheostat_server.derivation.prompt_rows import Reading, Rows, check_finite, read_rows
 from rheostat_server.requests.manager import RequestManager
-from rheostat_server.selectors.sites import to_wire
 from rheostat_server.tasks.offload import offload
 from rheostat_wire.dtypes import FloatArray
 from rheostat_wire.v1 import capture_pb2, types_pb2
@@ -41,45 +39,28 @@ async def read_prompt(
     mean = _Mean(reading.sites, manager.sites.width)
     await read_rows(prompt, path, reading, manager, mean)
     result = await offload(mean.nbytes, mean.result)
-    for index in np.flatnonzero(~np.isfinite(result.norms)):
-        site = reading.sites[index]
-        raise NonFinite(f"the stream at {site.point.value} {site.layer} is not finite", field=path)
+    check_finite(result.norms, reading.sites, path)
     return result
 
 
-class _Mean:
+class _Mean(Rows):
     """Sums rows in float64 as they arrive."""
 
-    def __init__(self, sites: tuple[Site, ...], width: int) -> None:
-        messages = [to_wire(site) for site in sites]
-        self._indices = {(site.point, site.layer): i for i, site in enumerate(messages)}
+    def __init__(self, sites: Sequence[Site], width: int) -> None:
+        super().__init__(sites)
         self._sums = np.zeros((len(sites), width))
         self._norms = np.zeros(len(sites))
-        self._counts = np.zeros(len(sites), dtype=np.int64)
-        self._expected = 0
-
-    def begin(self, admitted: AdmittedRequest, count: int) -> None:
-        """Remembers how many rows each site gets."""
-        self._expected = count
 
     @property
     def nbytes(self) -> int:
         """Bytes of the sums."""
         return self._sums.nbytes
 
-    def add(self, part: capture_pb2.Captured) -> None:
-        """Adds rows, [sites, positions, width], float32."""
-        indices = [self._indices[site.point, site.layer] for site in part.sites]
-        shape = tuple(part.tensor.shape)
-        rows = np.frombuffer(part.tensor.inline, dtype="<f4").reshape(shape).astype(np.float64)
+    def _take(self, indices: list[int], rows: FloatArray, part: capture_pb2.Captured) -> None:
+        wide = rows.astype(np.float64)
         with np.errstate(invalid="ignore"):
-            self._sums[indices] += rows.sum(axis=1)
-            self._norms[indices] += np.linalg.norm(rows, axis=2).sum(axis=1)
-        self._counts[indices] += rows.shape[1]
-
-    def complete(self) -> bool:
-        """Whether every site got its rows."""
-        return bool((self._counts == self._expected).all())
+            self._sums[indices] += wide.sum(axis=1)
+            self._norms[indices] += np.linalg.norm(wide, axis=2).sum(axis=1)
 
     def result(self) -> PromptMean:
         """The means. Every site must have a row."""

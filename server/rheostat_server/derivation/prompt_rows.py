@@ -3,10 +3,13 @@
 Each selected row comes once, or an error names the prompt.
 """
 
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from rheostat_engine import Site
 from rheostat_server.admission.admit import admit
@@ -17,6 +20,7 @@ from rheostat_server.errors import (
     Draining,
     EmptySelector,
     InvalidPosition,
+    NonFinite,
     NotSupported,
     RheostatError,
 )
@@ -24,8 +28,10 @@ from rheostat_server.generation.responses import run
 from rheostat_server.generation.sample import Response
 from rheostat_server.requests.manager import RequestManager
 from rheostat_server.requests.response_queue import Notice
+from rheostat_server.selectors.sites import to_wire
 from rheostat_server.selectors.spans import clipped, length
 from rheostat_server.tasks.offload import offload
+from rheostat_wire.dtypes import FloatArray
 from rheostat_wire.v1 import (
     capture_pb2,
     generation_pb2,
@@ -53,8 +59,17 @@ class Reading:
     """The steering of every prompt."""
 
 
-class Rows(Protocol):
+class Rows(ABC):
     """Receives the rows of a prompt."""
+
+    def __init__(self, sites: Sequence[Site]) -> None:
+        """Nothing has come yet."""
+        messages = [to_wire(site) for site in sites]
+        self._indices = {(site.point, site.layer): i for i, site in enumerate(messages)}
+        self._counts = np.zeros(len(sites), dtype=np.int64)
+        """[sites]: the number of rows that have come."""
+        self._expected = 0
+        """The number of selected rows of each site."""
 
     def begin(self, admitted: AdmittedRequest, count: int) -> None:
         """Is called once, with the number of selected rows of each site.
@@ -62,12 +77,40 @@ class Rows(Protocol):
         Raises:
             RheostatError: the rows are refused.
         """
+        self._expected = count
 
     def add(self, part: capture_pb2.Captured) -> None:
         """Takes rows, [sites, positions, width], float32. May be called on a thread."""
+        indices = [self._indices[site.point, site.layer] for site in part.sites]
+        shape = tuple(part.tensor.shape)
+        self._take(indices, np.frombuffer(part.tensor.inline, dtype="<f4").reshape(shape), part)
+        self._counts[indices] += shape[1]
+
+    @abstractmethod
+    def _take(self, indices: list[int], rows: FloatArray, part: capture_pb2.Captured) -> None:
+        """Takes rows, which `_counts` does not count yet.
+
+        Args:
+            indices: the index of each site.
+            rows: [sites, positions, width].
+            part: their message.
+        """
 
     def complete(self) -> bool:
         """Whether every row has come."""
+        return bool((self._counts == self._expected).all())
+
+
+def check_finite(numbers: npt.NDArray[np.floating], sites: Sequence[Site], path: str) -> None:
+    """Checks that numbers [sites, ...] are finite.
+
+    Raises:
+        NonFinite: one is not.
+    """
+    finite = np.isfinite(numbers).reshape(len(sites), -1).all(axis=1)
+    for index in np.flatnonzero(~finite):
+        site = sites[index]
+        raise NonFinite(f"the stream at {site.point.value} {site.layer} is not finite", field=path)
 
 
 def prompt_selector(where: selector_pb2.Selector | None) -> selector_pb2.Selector:
