@@ -12,7 +12,7 @@ from rheostat_server.admission.global_steering import name_policy_field
 from rheostat_server.api.paging import from_token, no_token, page_size, to_token
 from rheostat_server.api.readiness import Readiness
 from rheostat_server.api.rpc import Context
-from rheostat_server.derivation.derive import Derivations
+from rheostat_server.derivation.derive import derive_vectors
 from rheostat_server.derivation.fit_conditions import fit_conditions
 from rheostat_server.derivation.prompt_runner import PromptRunner
 from rheostat_server.engine.persistent_vectors import Naming
@@ -34,7 +34,6 @@ class SteeringService(steering_service_pb2_grpc.SteeringServiceServicer):
         """A service of the server in this state."""
         self._readiness = readiness
         self._runner = PromptRunner()
-        self._derivations = Derivations(self._runner)
         self._uploads = Uploads()
 
     async def PutVector(
@@ -118,7 +117,7 @@ class SteeringService(steering_service_pb2_grpc.SteeringServiceServicer):
         self, request: steering_service_pb2.DeriveVectorsRequest, context: Context
     ) -> AsyncGenerator[steering_service_pb2.DeriveVectorsResponse, None]:
         """Derives vectors from two sets of prompts."""
-        events = self._derivations.derive(request, self._readiness.manager())
+        events = derive_vectors(request, self._readiness.manager(), self._runner)
         async with aclosing(events) as responses:
             async for response in responses:
                 yield response

@@ -10,11 +10,16 @@ import numpy as np
 from rheostat_engine import Point, Site
 from rheostat_server.derivation.lens import (
     PromptRows,
-    check_prompt,
     raw_tensor,
     refuse_without_lens,
 )
-from rheostat_server.derivation.prompt_rows import Reading, check_finite, prompt_selector, read_rows
+from rheostat_server.derivation.prompt_rows import (
+    Reading,
+    check_finite,
+    check_prompt,
+    prompt_selector,
+    read_rows,
+)
 from rheostat_server.errors import NotSupported
 from rheostat_server.requests.manager import RequestManager
 from rheostat_server.selectors.sites import resolve_sites, to_wire
@@ -43,7 +48,7 @@ async def attribute(
             f"this model's logits are no sum of contributions: {manager.sites.no_directions}. Read "
             "the stream with Lens instead"
         )
-    check_prompt(request.prompt)
+    check_prompt(request.prompt, "prompt")
     tokens = checked_tokens(
         request.direction if request.HasField("direction") else None,
         manager.info.vocabulary,

@@ -11,6 +11,7 @@ from dataclasses import replace
 from rheostat_server.admission.admit import admit
 from rheostat_server.admission.admitted_request import AdmittedRequest
 from rheostat_server.derivation.prompt_rows import (
+    check_prompt,
     check_prompt_selector,
     is_stop,
     request_for,
@@ -21,7 +22,6 @@ from rheostat_server.errors import Defect, Draining, MissingField, RheostatError
 from rheostat_server.generation.responses import run
 from rheostat_server.generation.sample import Response
 from rheostat_server.requests.manager import RequestManager
-from rheostat_server.validation import required
 from rheostat_wire.v1 import (
     capture_pb2,
     generation_service_pb2,
@@ -48,7 +48,7 @@ async def capture_run(
     Raises:
         RheostatError: the request cannot run, or has failed.
     """
-    required(message.prompt.WhichOneof("prompt"), "prompt", "text, token_ids and chat")
+    check_prompt(message.prompt, "prompt")
     if not message.HasField("sites"):
         raise MissingField("sites are required", field="sites")
     if message.HasField("where"):

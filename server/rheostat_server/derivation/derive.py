@@ -3,6 +3,7 @@
 Vectors are stored only after every prompt has run.
 """
 
+import math
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -11,13 +12,12 @@ import numpy as np
 
 from rheostat_server import validation
 from rheostat_server.derivation.contrast import Direction, Method, contrast
-from rheostat_server.derivation.prompt_means import PromptMean, read_prompt
+from rheostat_server.derivation.prompt_means import read_prompt
 from rheostat_server.derivation.prompt_rows import Reading, prompt_selector
 from rheostat_server.derivation.prompt_runner import (
     PromptRunner,
     check_prompts,
     check_size,
-    jobs_of,
 )
 from rheostat_server.errors import InvalidValue, MissingField, RheostatError, StoreFull
 from rheostat_server.requests.manager import RequestManager
@@ -44,54 +44,61 @@ class _CheckedRequest:
     method: Method
     names: tuple[str, ...]
     """One per point; "" stands for no name."""
-    width: int
+    shape: tuple[int, int, int]
+    """Sites, prompts and width of the prompts' rows."""
 
     @property
     def size(self) -> int:
         """Bytes of the prompts' rows."""
-        prompts = len(self.request.positive) + len(self.request.negative)
-        return prompts * len(self.reading.sites) * self.width * FloatType.FLOAT32.itemsize
+        return math.prod(self.shape) * FloatType.FLOAT32.itemsize
 
 
-class _Rows:
-    """The rows of one set of prompts."""
+async def derive_vectors(
+    request: steering_service_pb2.DeriveVectorsRequest,
+    manager: RequestManager,
+    runner: PromptRunner,
+) -> AsyncGenerator[steering_service_pb2.DeriveVectorsResponse, None]:
+    """Derives vectors and stores them. Yields progress while prompts run, then the vectors.
 
-    def __init__(self, prompts: int, sites: int, width: int) -> None:
-        self.rows = np.empty((sites, prompts, width), dtype=np.float32)
-        self.norms = np.empty((sites, prompts))
+    Raises:
+        RheostatError: the request is invalid, there is too little memory, or a prompt failed.
+    """
+    checked = _check(request, manager)
+    with runner.reserve(checked.size):
+        rows = np.empty(checked.shape, np.float32)
+        norms = np.empty(checked.shape[:2])
 
-    def set(self, prompt: int, mean: PromptMean) -> None:
-        self.rows[:, prompt] = mean.rows
-        self.norms[:, prompt] = mean.norms
+        async def read(prompt: types_pb2.Prompt, path: str, index: int) -> None:
+            mean = await read_prompt(prompt, path, checked.reading, manager)
+            rows[:, index], norms[:, index] = mean.rows, mean.norms
 
-
-class Derivations:
-    """Runs the derivations of a server."""
-
-    def __init__(self, runner: PromptRunner) -> None:
-        """`runner` is shared with other calls that run sets of prompts."""
-        self._runner = runner
-
-    async def derive(
-        self, request: steering_service_pb2.DeriveVectorsRequest, manager: RequestManager
-    ) -> AsyncGenerator[steering_service_pb2.DeriveVectorsResponse, None]:
-        """Derives vectors and stores them. Yields progress while prompts run, then the vectors.
-
-        Raises:
-            RheostatError: the request is invalid, there is too little memory, or a prompt failed.
-        """
-        checked = _check(request, manager)
-        with self._runner.reserve(checked.size):
-            async with aclosing(_derive(checked, manager, self._runner)) as events:
-                async for event in events:
-                    yield event
+        async with aclosing(runner.run(request, read)) as events:
+            async for progress in events:
+                yield _pb.DeriveVectorsResponse(progress=progress)
+        count, directions = len(request.positive), []
+        for of_site in rows:
+            p, n = of_site[:count], of_site[count:]
+            directions.append(await offload(of_site.nbytes, contrast, p, n, checked.method))
+        derived_rows = [
+            _pb.DerivedRow(
+                layer=site.layer,
+                norm=direction.norm,
+                stream_norm=norm,
+                explained=direction.explained,
+                separation=direction.separation,
+            )
+            for site, direction, norm in zip(
+                checked.reading.sites, directions, norms.mean(axis=1).tolist(), strict=True
+            )
+        ]
+        derived = await _store_vectors(checked, directions, derived_rows, manager)
+        yield _pb.DeriveVectorsResponse(derived=derived)
 
 
 def _check(
     request: steering_service_pb2.DeriveVectorsRequest, manager: RequestManager
 ) -> _CheckedRequest:
-    check_prompts(request.positive, "positive")
-    check_prompts(request.negative, "negative")
+    check_prompts(request)
     if not request.HasField("sites"):
         raise MissingField("sites are required", field="sites")
     selection = resolve_sites(request.sites, manager.sites, "sites")
@@ -102,12 +109,16 @@ def _check(
         prompt_selector(request.where if request.HasField("where") else None),
         request.lora_name,
     )
-    width = manager.sites.width
+    shape = (
+        len(selection.sites),
+        len(request.positive) + len(request.negative),
+        manager.sites.width,
+    )
     checked = _CheckedRequest(
-        request, reading, selection.layers, _method(request), _names(request), width
+        request, reading, selection.layers, _method(request), _names(request), shape
     )
     check_size(checked.size)
-    stored = len(selection.sites) * width * FloatType.FLOAT32.itemsize
+    stored = len(selection.sites) * manager.sites.width * FloatType.FLOAT32.itemsize
     if stored > manager.store.capacity:
         raise StoreFull(
             f"the vectors take {stored} bytes; the whole store has {manager.store.capacity}. Raise "
@@ -143,41 +154,6 @@ def _names(request: steering_service_pb2.DeriveVectorsRequest) -> tuple[str, ...
     return names
 
 
-async def _derive(
-    checked: _CheckedRequest, manager: RequestManager, runner: PromptRunner
-) -> AsyncGenerator[steering_service_pb2.DeriveVectorsResponse, None]:
-    request, sites = checked.request, checked.reading.sites
-    positive, negative = (
-        _Rows(len(prompts), len(sites), checked.width)
-        for prompts in (request.positive, request.negative)
-    )
-
-    async def read(prompt: types_pb2.Prompt, path: str, rows: _Rows, index: int) -> None:
-        rows.set(index, await read_prompt(prompt, path, checked.reading, manager))
-
-    jobs = jobs_of(request, positive, negative, read)
-    async with aclosing(runner.run(jobs)) as counts:
-        async for done in counts:
-            progress = _pb.DeriveProgress(done_prompt_count=done, total_prompt_count=len(jobs))
-            yield _pb.DeriveVectorsResponse(progress=progress)
-    directions = []
-    for p, n in zip(positive.rows, negative.rows, strict=True):
-        directions.append(await offload(p.nbytes + n.nbytes, contrast, p, n, checked.method))
-    norms = np.concatenate([positive.norms, negative.norms], axis=1).mean(axis=1)
-    rows = [
-        _pb.DerivedRow(
-            layer=site.layer,
-            norm=direction.norm,
-            stream_norm=norm,
-            explained=direction.explained,
-            separation=direction.separation,
-        )
-        for site, direction, norm in zip(sites, directions, norms.tolist(), strict=True)
-    ]
-    derived = await _store_vectors(checked, directions, rows, manager)
-    yield _pb.DeriveVectorsResponse(derived=derived)
-
-
 async def _store_vectors(
     checked: _CheckedRequest,
     directions: Sequence[Direction],  # one per site
@@ -191,7 +167,13 @@ async def _store_vectors(
         indices = [index for index, site_point in enumerate(points) if site_point == point]
         data = np.stack([directions[index].row for index in indices]).astype("<f4").tobytes()
         vector = await offload(
-            len(data), make_vector, FloatType.FLOAT32, len(indices), checked.width, data, "sites"
+            len(data),
+            make_vector,
+            FloatType.FLOAT32,
+            len(indices),
+            checked.shape[-1],
+            data,
+            "sites",
         )
         derived = _pb.DerivedVector(
             point=point, digest=vector.digest, name=name, rows=[rows[index] for index in indices]

@@ -4,6 +4,7 @@ Every prompt runs once, and its rows are pooled in every way that the request's 
 best direction is stored only after every prompt has run.
 """
 
+import math
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -27,7 +28,6 @@ from rheostat_server.derivation.prompt_runner import (
     PromptRunner,
     check_prompts,
     check_size,
-    jobs_of,
 )
 from rheostat_server.errors import (
     InvalidValue,
@@ -100,12 +100,15 @@ class _CheckedRequest:
     width: int
 
     @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Of the prompts' rows: kinds of `PooledRows`, sites, prompts and width."""
+        prompts = len(self.request.positive) + len(self.request.negative)
+        return 3 if self.means else 1, len(self.reading.sites), prompts, self.width
+
+    @property
     def size(self) -> int:
         """Bytes of the prompts' rows."""
-        prompts = len(self.request.positive) + len(self.request.negative)
-        kept = 3 if self.means else 1
-        sites = len(self.reading.sites)
-        return prompts * sites * kept * self.width * FloatType.FLOAT32.itemsize
+        return math.prod(self.shape) * FloatType.FLOAT32.itemsize
 
     @property
     def combinations(self) -> int:
@@ -124,22 +127,6 @@ class _CheckedRequest:
             _row(found.vector, rows[site.layer])
             for found, rows in zip(self.given, self.given_rows, strict=True)
         )
-
-
-class _SetRows:
-    """The pooled rows of one set of prompts, [sites, prompts, width]."""
-
-    def __init__(self, prompts: int, sites: int, width: int, *, means: bool) -> None:
-        shape = sites, prompts, width
-        self.last = np.empty(shape, np.float32)
-        self.mean = np.empty(shape, np.float32) if means else None
-        self.unit_mean = np.empty(shape, np.float32) if means else None
-
-    def at(self, site: int) -> PooledRows:
-        """The rows at the site with an index in the request."""
-        if self.mean is None or self.unit_mean is None:
-            return PooledRows(self.last[site])
-        return PooledRows(self.last[site], self.mean[site], self.unit_mean[site])
 
 
 class _PromptRows(Rows):
@@ -165,11 +152,12 @@ class _PromptRows(Rows):
             self._sums[0, indices] += wide.sum(axis=1)
             self._sums[1, indices] += units.sum(axis=1)
 
-    def put(self, rows: _SetRows, prompt: int) -> None:
-        """Writes the pooled rows of a prompt. Every site must have a row."""
-        rows.last[:, prompt] = self._last
-        if rows.mean is not None and rows.unit_mean is not None:
-            rows.mean[:, prompt], rows.unit_mean[:, prompt] = self._sums / self._counts[:, None]
+    def pooled(self) -> FloatArray:
+        """[kinds of `PooledRows`, sites, width]: the pooled rows. Every site must have a row."""
+        if not self._means:
+            return self._last[None]
+        means = self._sums / self._counts[:, None]
+        return np.stack([self._last, *means.astype(np.float32)])
 
 
 async def fit_conditions(
@@ -187,10 +175,33 @@ async def fit_conditions(
         return _check(request, manager)
 
     checked = await with_directions(manager.store.directions, request, check)
+    sites, shape = checked.reading.sites, checked.shape
     with runner.reserve(checked.size):
-        async with aclosing(_fit(checked, manager, runner)) as events:
-            async for event in events:
-                yield event
+        rows = np.empty(shape, np.float32)
+
+        async def read(prompt: types_pb2.Prompt, path: str, index: int) -> None:
+            pooled = _PromptRows(sites, shape[-1], means=checked.means)
+            await read_rows(prompt, path, checked.reading, manager, pooled)
+            rows[:, :, index] = pooled.pooled()
+            check_finite(rows[0, :, index], sites, path)
+
+        async with aclosing(runner.run(request, read)) as events:
+            async for progress in events:
+                yield _pb.FitConditionsResponse(progress=progress)
+        count = len(request.positive)
+        fits: list[tuple[Site, Fit]] = []
+        for number, site in enumerate(sites):
+            p, n = PooledRows(*rows[:, number, :count]), PooledRows(*rows[:, number, count:])
+            work = (p.last.nbytes + n.last.nbytes) * checked.combinations
+            of_site = await offload(work, _fits_at, p, n, checked, site)
+            fits += [(site, fit) for fit in of_site]
+        if not fits:
+            raise NoContrast("both sets of prompts read alike at every site", field="sites")
+        best = max(range(len(fits)), key=lambda index: (*fits[index][1].rank, -index))
+        fitted = await _store(checked, *fits[best], manager)
+        fitted.best = best
+        fitted.fits.extend(_to_wire(site, fit, checked) for site, fit in fits)
+        yield _pb.FitConditionsResponse(fitted=fitted)
 
 
 def _check(
@@ -198,8 +209,7 @@ def _check(
 ) -> _CheckedRequest:
     if manager.info.no_gates:
         raise NotSupported(manager.info.no_gates)
-    check_prompts(request.positive, "positive")
-    check_prompts(request.negative, "negative")
+    check_prompts(request)
     if not request.HasField("sites"):
         raise MissingField("sites are required", field="sites")
     selection = resolve_sites(request.sites, manager.sites, "sites")
@@ -309,41 +319,6 @@ def _given(
 def _row(vector: Vector, row: int) -> FloatArray:
     size = vector.width * vector.kind.itemsize
     return widen(vector.data[row * size : (row + 1) * size], vector.kind)
-
-
-async def _fit(
-    checked: _CheckedRequest, manager: RequestManager, runner: PromptRunner
-) -> AsyncGenerator[steering_service_pb2.FitConditionsResponse, None]:
-    request, sites, means = checked.request, checked.reading.sites, checked.means
-    positive, negative = (
-        _SetRows(len(prompts), len(sites), checked.width, means=means)
-        for prompts in (request.positive, request.negative)
-    )
-
-    async def read(prompt: types_pb2.Prompt, path: str, rows: _SetRows, index: int) -> None:
-        pooled = _PromptRows(sites, checked.width, means=means)
-        await read_rows(prompt, path, checked.reading, manager, pooled)
-        pooled.put(rows, index)
-        check_finite(rows.last[:, index], sites, path)
-
-    jobs = jobs_of(request, positive, negative, read)
-    async with aclosing(runner.run(jobs)) as counts:
-        async for done in counts:
-            progress = _pb.DeriveProgress(done_prompt_count=done, total_prompt_count=len(jobs))
-            yield _pb.FitConditionsResponse(progress=progress)
-    fits: list[tuple[Site, Fit]] = []
-    for number, site in enumerate(sites):
-        p, n = positive.at(number), negative.at(number)
-        work = (p.last.nbytes + n.last.nbytes) * checked.combinations
-        of_site = await offload(work, _fits_at, p, n, checked, site)
-        fits += [(site, fit) for fit in of_site]
-    if not fits:
-        raise NoContrast("both sets of prompts read alike at every site", field="sites")
-    best = max(range(len(fits)), key=lambda index: (*fits[index][1].rank, -index))
-    fitted = await _store(checked, *fits[best], manager)
-    fitted.best = best
-    fitted.fits.extend(_to_wire(site, fit, checked) for site, fit in fits)
-    yield _pb.FitConditionsResponse(fitted=fitted)
 
 
 def _fits_at(p: PooledRows, n: PooledRows, checked: _CheckedRequest, site: Site) -> list[Fit]:

@@ -23,6 +23,7 @@ from rheostat_server.derivation.prompt_rows import (
     Reading,
     Rows,
     check_finite,
+    check_prompt,
     prompt_selector,
     read_rows,
 )
@@ -201,15 +202,6 @@ def refuse_without_lens(manager: RequestManager) -> None:
         )
 
 
-def check_prompt(prompt: types_pb2.Prompt) -> None:
-    """Checks that there is a prompt.
-
-    Raises:
-        MissingField: there is none.
-    """
-    validation.required(prompt.WhichOneof("prompt"), "prompt", "text, token_ids and chat")
-
-
 def _check(request: lens_service_pb2.LensRequest, manager: RequestManager) -> _CheckedRequest:
     refuse_without_lens(manager)
     reading = None
@@ -230,7 +222,7 @@ def _check(request: lens_service_pb2.LensRequest, manager: RequestManager) -> _C
 
 
 def _reading(request: lens_service_pb2.LensRequest, manager: RequestManager) -> Reading:
-    check_prompt(request.prompt)
+    check_prompt(request.prompt, "prompt")
     if not request.HasField("sites"):
         raise MissingField("sites are required", field="sites")
     if request.HasField("positions"):

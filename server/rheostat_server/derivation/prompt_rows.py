@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rheostat_engine import Site
+from rheostat_server import validation
 from rheostat_server.admission.admit import admit
 from rheostat_server.admission.admitted_request import AdmittedRequest
 from rheostat_server.delivery.row_messages import CapturedRows
@@ -111,6 +112,15 @@ def check_finite(numbers: npt.NDArray[np.floating], sites: Sequence[Site], path:
     for index in np.flatnonzero(~finite):
         site = sites[index]
         raise NonFinite(f"the stream at {site.point.value} {site.layer} is not finite", field=path)
+
+
+def check_prompt(prompt: types_pb2.Prompt, path: str) -> None:
+    """Checks that there is a prompt.
+
+    Raises:
+        MissingField: there is none.
+    """
+    validation.required(prompt.WhichOneof("prompt"), path, "text, token_ids and chat")
 
 
 def prompt_selector(where: selector_pb2.Selector | None) -> selector_pb2.Selector:

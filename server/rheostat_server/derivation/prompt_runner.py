@@ -5,50 +5,28 @@ at most `DERIVED_BYTES`, and few of their prompts run at the same time.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeAlias
 
 from rheostat_server import validation
+from rheostat_server.derivation.prompt_rows import check_prompt
 from rheostat_server.errors import InvalidValue, MissingField, QueueFull
 from rheostat_server.limits import DERIVED_BYTES, DERIVED_PROMPTS, RETRY_SECONDS
-from rheostat_wire.v1 import types_pb2
+from rheostat_wire.v1 import steering_service_pb2, types_pb2
 
 CONCURRENCY = 8
 """Prompts of all calls that run at the same time. Prompts of one engine step end in the same
 iteration of the event loop, and each occupies it for about 10 ms at 72 sites."""
 
-Job = Callable[[], Awaitable[None]]
-"""Runs a prompt."""
+TwoSets: TypeAlias = (
+    steering_service_pb2.DeriveVectorsRequest | steering_service_pb2.FitConditionsRequest
+)
+"""A request that contrasts two sets of prompts, `positive` and `negative`."""
 
-Rows = TypeVar("Rows")
-
-ReadPrompt = Callable[[types_pb2.Prompt, str, Rows, int], Awaitable[None]]
-"""Runs a prompt with a path for its errors, and puts its rows into those of its set, by its
-index."""
-
-
-class TwoSets(Protocol):
-    """A request that contrasts two sets of prompts."""
-
-    @property
-    def positive(self) -> Sequence[types_pb2.Prompt]:
-        """The prompts of one set."""
-
-    @property
-    def negative(self) -> Sequence[types_pb2.Prompt]:
-        """The prompts of the other set."""
-
-
-def jobs_of(request: TwoSets, positive: Rows, negative: Rows, read: ReadPrompt[Rows]) -> list[Job]:
-    """The jobs that read all prompts of a request into the rows of its two sets."""
-    sets = ("positive", request.positive, positive), ("negative", request.negative, negative)
-    return [
-        partial(read, prompt, f"{name}[{index}]", rows, index)
-        for name, prompts, rows in sets
-        for index, prompt in enumerate(prompts)
-    ]
+ReadPrompt: TypeAlias = Callable[[types_pb2.Prompt, str, int], Awaitable[None]]
+"""Runs a prompt. Gets it with its path, for errors, and its index among the positive prompts,
+followed by the negative ones."""
 
 
 class PromptRunner:
@@ -79,25 +57,34 @@ class PromptRunner:
         finally:
             self._reserved -= size
 
-    async def run(self, jobs: Sequence[Job]) -> AsyncGenerator[int, None]:
-        """Runs prompts. Yields the number of prompts that have run, beginning with 0.
+    async def run(
+        self, request: TwoSets, read: ReadPrompt
+    ) -> AsyncGenerator[steering_service_pb2.DeriveProgress, None]:
+        """Runs the prompts of a request. Yields the progress, beginning with 0 prompts.
 
         A slow reader misses numbers, but never the last.
         """
-        waiting, done, changed = iter(jobs), 0, asyncio.Event()
+        prompts = [(prompt, f"positive[{i}]") for i, prompt in enumerate(request.positive)]
+        prompts += [(prompt, f"negative[{i}]") for i, prompt in enumerate(request.negative)]
+        waiting, done, changed = iter(enumerate(prompts)), 0, asyncio.Event()
 
         async def work() -> None:
             nonlocal done
-            for job in waiting:
+            for index, (prompt, path) in waiting:
                 async with self._slots:
-                    await job()
+                    await read(prompt, path, index)
                 done += 1
                 changed.set()
+
+        def progress() -> steering_service_pb2.DeriveProgress:
+            return steering_service_pb2.DeriveProgress(
+                done_prompt_count=done, total_prompt_count=len(prompts)
+            )
 
         async def run_workers() -> None:
             try:
                 async with asyncio.TaskGroup() as group:
-                    for _ in range(min(CONCURRENCY, len(jobs))):
+                    for _ in range(min(CONCURRENCY, len(prompts))):
                         group.create_task(work())
             except ExceptionGroup as failed:
                 raise failed.exceptions[0] from None
@@ -106,33 +93,35 @@ class PromptRunner:
 
         working = asyncio.create_task(run_workers())
         try:
-            yield (reported := 0)
+            reported = 0
+            yield progress()
             while not working.done():
                 await changed.wait()
                 changed.clear()
                 if done > reported:
-                    yield (reported := done)
+                    reported = done
+                    yield progress()
             await working
             if done > reported:  # the last prompts ended while the reader was busy
-                yield done
+                yield progress()
         finally:
             working.cancel()
             # It may fail although it was cancelled. asyncio would log an error that nothing awaits.
             await asyncio.gather(working, return_exceptions=True)
 
 
-def check_prompts(prompts: Sequence[types_pb2.Prompt], path: str) -> None:
-    """Checks a set of prompts, but not the prompts.
+def check_prompts(request: TwoSets) -> None:
+    """Checks the sets of prompts, but not the prompts.
 
     Raises:
-        InvalidArgument: there are none or too many, or one of them is empty.
+        InvalidArgument: a set has none or too many, or one of them is empty.
     """
-    if not prompts:
-        raise MissingField("at least one prompt is required", field=path)
-    validation.check_count(len(prompts), DERIVED_PROMPTS, path, "prompts")
-    for index, prompt in enumerate(prompts):
-        kind = prompt.WhichOneof("prompt")
-        validation.required(kind, f"{path}[{index}]", "text, token_ids and chat")
+    for path, prompts in (("positive", request.positive), ("negative", request.negative)):
+        if not prompts:
+            raise MissingField("at least one prompt is required", field=path)
+        validation.check_count(len(prompts), DERIVED_PROMPTS, path, "prompts")
+        for index, prompt in enumerate(prompts):
+            check_prompt(prompt, f"{path}[{index}]")
 
 
 def check_size(size: int) -> None:

@@ -361,7 +361,7 @@ async def test_a_caller_that_leaves_while_a_prompt_fails_leaves_no_traceback(
     logged: list[dict[str, object]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context))
     bad = order(positive=[ids(999)])
-    events = derivation.Derivations(prompt_runner.PromptRunner()).derive(bad, running.manager)
+    events = derivation.derive_vectors(bad, running.manager, prompt_runner.PromptRunner())
     await anext(events)
     for _ in range(iterations):
         await asyncio.sleep(0)
