@@ -14,10 +14,10 @@ from rheostat_server.derivation.lens import (
     refuse_without_lens,
 )
 from rheostat_server.derivation.prompt_rows import (
+    LAST_TOKEN,
     Reading,
     check_finite,
     check_prompt,
-    prompt_selector,
     read_rows,
 )
 from rheostat_server.errors import NotSupported
@@ -56,9 +56,7 @@ async def attribute(
     )
     every = types_pb2.SiteSet(points=_POINTS, all=types_pb2.AllLayers())
     selection = resolve_sites(every, manager.sites, "")
-    reading = Reading(
-        every, selection.sites, prompt_selector(None), request.lora_name, request.steering
-    )
+    reading = Reading(every, selection.sites, LAST_TOKEN, request.lora_name, request.steering)
     rows = PromptRows(selection.sites, manager.sites.width)
     await read_rows(request.prompt, "prompt", reading, manager, rows)
     check_finite(rows.rows, selection.sites, "prompt")

@@ -13,15 +13,20 @@ import numpy as np
 from rheostat_server import validation
 from rheostat_server.derivation.contrast import Direction, Method, contrast
 from rheostat_server.derivation.prompt_means import read_prompt
-from rheostat_server.derivation.prompt_rows import Reading, prompt_selector
+from rheostat_server.derivation.prompt_rows import (
+    LAST_TOKEN,
+    Reading,
+    check_prompt_selector,
+    stream_sites,
+)
 from rheostat_server.derivation.prompt_runner import (
     PromptRunner,
     check_prompts,
     check_size,
 )
-from rheostat_server.errors import InvalidValue, MissingField, RheostatError, StoreFull
+from rheostat_server.errors import InvalidValue, RheostatError, StoreFull
 from rheostat_server.requests.manager import RequestManager
-from rheostat_server.selectors.sites import refuse_what_is_no_stream, resolve_sites, to_wire
+from rheostat_server.selectors.sites import to_wire
 from rheostat_server.tasks.offload import offload
 from rheostat_server.tensors import FloatType
 from rheostat_server.vectors.store import Name, Vector, make_vector
@@ -99,14 +104,11 @@ def _check(
     request: steering_service_pb2.DeriveVectorsRequest, manager: RequestManager
 ) -> _CheckedRequest:
     check_prompts(request)
-    if not request.HasField("sites"):
-        raise MissingField("sites are required", field="sites")
-    selection = resolve_sites(request.sites, manager.sites, "sites")
-    refuse_what_is_no_stream(selection, "sites")
+    selection = stream_sites(request.sites if request.HasField("sites") else None, manager.sites)
     reading = Reading(
         request.sites,
         selection.sites,
-        prompt_selector(request.where if request.HasField("where") else None),
+        check_prompt_selector(request.where) if request.HasField("where") else LAST_TOKEN,
         request.lora_name,
     )
     shape = (

@@ -18,11 +18,14 @@ from rheostat_server import validation
 from rheostat_server.derivation.condition_fits import Fit, Made, PooledRows, Score, fits_of
 from rheostat_server.derivation.derive import store_vector
 from rheostat_server.derivation.prompt_rows import (
+    EVERY_TOKEN,
+    LAST_TOKEN,
     Reading,
     Rows,
     check_finite,
-    prompt_selector,
+    check_prompt_selector,
     read_rows,
+    stream_sites,
 )
 from rheostat_server.derivation.prompt_runner import (
     PromptRunner,
@@ -31,19 +34,13 @@ from rheostat_server.derivation.prompt_runner import (
 )
 from rheostat_server.errors import (
     InvalidValue,
-    MissingField,
     NoContrast,
     NotSupported,
     ZeroVector,
 )
 from rheostat_server.limits import DIRECTIONS, FIT_CHOICES, FITTED_COMPONENTS
 from rheostat_server.requests.manager import RequestManager
-from rheostat_server.selectors.sites import (
-    refuse_double_names,
-    refuse_what_is_no_stream,
-    resolve_sites,
-    to_wire,
-)
+from rheostat_server.selectors.sites import refuse_double_names, to_wire
 from rheostat_server.steering.vector_lookup import FoundVector, find_vector, rows_by_layer
 from rheostat_server.tasks.offload import offload
 from rheostat_server.tensors import FloatType, widen
@@ -54,7 +51,6 @@ from rheostat_wire.dtypes import FloatArray
 from rheostat_wire.v1 import (
     capture_pb2,
     gate_pb2,
-    selector_pb2,
     steering_service_pb2,
     types_pb2,
     vector_pb2,
@@ -210,14 +206,11 @@ def _check(
     if manager.info.no_gates:
         raise NotSupported(manager.info.no_gates)
     check_prompts(request)
-    if not request.HasField("sites"):
-        raise MissingField("sites are required", field="sites")
-    selection = resolve_sites(request.sites, manager.sites, "sites")
-    refuse_what_is_no_stream(selection, "sites")
+    selection = stream_sites(request.sites if request.HasField("sites") else None, manager.sites)
     refuse_double_names(selection, "sites")
     check_label(request.name, request.description, "")
-    where = request.where if request.HasField("where") else _every_prompt_token()
-    reading = Reading(request.sites, selection.sites, prompt_selector(where), request.lora_name)
+    where = check_prompt_selector(request.where) if request.HasField("where") else EVERY_TOKEN
+    reading = Reading(request.sites, selection.sites, where, request.lora_name)
     given, given_rows = _given(request.vectors, selection.layers, manager)
     every_direction = () if given else tuple(_MADE.values())
     made = _chosen(request.directions, _MADE, _pb.FitDirection.values(), "directions", "")
@@ -241,11 +234,6 @@ def _check(
             field="directions",
         )
     return checked
-
-
-def _every_prompt_token() -> selector_pb2.Selector:
-    every = selector_pb2.Range(phase=types_pb2.PHASE_PROMPT)
-    return selector_pb2.Selector(include=[every])
 
 
 def _chosen(
@@ -376,7 +364,7 @@ async def _store(
     sites = types_pb2.SiteSet(points=[to_wire(site).point], list=at)
     await store_vector(vector, request.name, request.description, sites, manager)
     if not request.HasField("where") and fit.score is Score.LAST:
-        where = prompt_selector(None)  # fewer tokens of a cached prompt are computed again
+        where = LAST_TOKEN  # fewer tokens of a cached prompt are computed again
     wired = to_wire(site)
     probe = gate_pb2.Probe(
         name=PROBE_NAME,

@@ -20,17 +20,18 @@ from rheostat_server.admission.admitted_request import AdmittedRequest
 from rheostat_server.config import ModelInfo
 from rheostat_server.delivery.row_messages import add_runs
 from rheostat_server.derivation.prompt_rows import (
+    LAST_TOKEN,
     Reading,
     Rows,
     check_finite,
     check_prompt,
-    prompt_selector,
+    check_prompt_selector,
     read_rows,
+    stream_sites,
 )
 from rheostat_server.engine.backend import LensReading
 from rheostat_server.errors import (
     InvalidValue,
-    MissingField,
     NotSupported,
     QueueFull,
     RunIncomplete,
@@ -47,13 +48,7 @@ from rheostat_server.requests.manager import RequestManager
 from rheostat_server.runs.positions import named_rows, named_sites
 from rheostat_server.runs.store import Run
 from rheostat_server.runs.targets import RUN_ID
-from rheostat_server.selectors.sites import (
-    NO_STREAM,
-    of_routers,
-    refuse_what_is_no_stream,
-    resolve_sites,
-    to_wire,
-)
+from rheostat_server.selectors.sites import NO_STREAM, of_routers, to_wire
 from rheostat_server.selectors.spans import clipped
 from rheostat_server.selectors.spans import runs as runs_of
 from rheostat_server.tasks.offload import offload
@@ -223,18 +218,14 @@ def _check(request: lens_service_pb2.LensRequest, manager: RequestManager) -> _C
 
 def _reading(request: lens_service_pb2.LensRequest, manager: RequestManager) -> Reading:
     check_prompt(request.prompt, "prompt")
-    if not request.HasField("sites"):
-        raise MissingField("sites are required", field="sites")
     if request.HasField("positions"):
         raise InvalidValue(
             "positions are those of a run; select tokens of a prompt with where", field="positions"
         )
-    selection = resolve_sites(request.sites, manager.sites, "sites")
-    refuse_what_is_no_stream(selection, "sites")
     return Reading(
         request.sites,
-        selection.sites,
-        prompt_selector(request.where if request.HasField("where") else None),
+        stream_sites(request.sites if request.HasField("sites") else None, manager.sites).sites,
+        check_prompt_selector(request.where) if request.HasField("where") else LAST_TOKEN,
         request.lora_name,
         request.steering,
     )

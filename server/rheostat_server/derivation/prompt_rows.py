@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from rheostat_engine import Site
+from rheostat_engine import ModelSites, Site
 from rheostat_server import validation
 from rheostat_server.admission.admit import admit
 from rheostat_server.admission.admitted_request import AdmittedRequest
@@ -21,6 +21,7 @@ from rheostat_server.errors import (
     Draining,
     EmptySelector,
     InvalidPosition,
+    MissingField,
     NonFinite,
     NotSupported,
     RheostatError,
@@ -29,7 +30,12 @@ from rheostat_server.generation.responses import run
 from rheostat_server.generation.sample import Response
 from rheostat_server.requests.manager import RequestManager
 from rheostat_server.requests.response_queue import Notice
-from rheostat_server.selectors.sites import to_wire
+from rheostat_server.selectors.sites import (
+    SiteSelection,
+    refuse_what_is_no_stream,
+    resolve_sites,
+    to_wire,
+)
 from rheostat_server.selectors.spans import clipped, length
 from rheostat_server.tasks.offload import offload
 from rheostat_wire.dtypes import FloatArray
@@ -43,6 +49,14 @@ from rheostat_wire.v1 import (
     types_pb2,
 )
 
+LAST_TOKEN = selector_pb2.Selector(
+    include=[selector_pb2.Range(positions=selector_pb2.Window(start=-1))]
+)
+"""Selects the last prompt token."""
+
+EVERY_TOKEN = selector_pb2.Selector(include=[selector_pb2.Range(phase=types_pb2.PHASE_PROMPT)])
+"""Selects every prompt token."""
+
 
 @dataclass(frozen=True, slots=True)
 class Reading:
@@ -53,7 +67,7 @@ class Reading:
     sites: tuple[Site, ...]
     """The same sites, resolved."""
     where: selector_pb2.Selector
-    """The selected tokens; see `prompt_selector`."""
+    """The selected tokens; see `check_prompt_selector`."""
     lora: str
     """Name of the adapter; empty if there is none."""
     steering: steering_pb2.Steering | None = None
@@ -123,22 +137,22 @@ def check_prompt(prompt: types_pb2.Prompt, path: str) -> None:
     validation.required(prompt.WhichOneof("prompt"), path, "text, token_ids and chat")
 
 
-def prompt_selector(where: selector_pb2.Selector | None) -> selector_pb2.Selector:
-    """Checks a selector of prompt tokens; returns one for the last prompt token if it is None.
+def stream_sites(sites: types_pb2.SiteSet | None, model: ModelSites) -> SiteSelection:
+    """The sites that a call names. All are part of the residual stream.
 
     Raises:
-        EmptySelector: the selector has no range.
-        InvalidPosition: the selector includes generated tokens.
+        InvalidArgument: they are missing or malformed.
+        SiteNotServed, NotSupported: the model does not serve one, or it is no part of the stream.
     """
-    last = selector_pb2.Range(positions=selector_pb2.Window(start=-1))
-    if where is None:
-        return selector_pb2.Selector(include=[last])
-    check_prompt_selector(where)
-    return where
+    if sites is None:
+        raise MissingField("sites are required", field="sites")
+    selection = resolve_sites(sites, model, "sites")
+    refuse_what_is_no_stream(selection, "sites")
+    return selection
 
 
-def check_prompt_selector(where: selector_pb2.Selector) -> None:
-    """Checks a selector of prompt tokens.
+def check_prompt_selector(where: selector_pb2.Selector) -> selector_pb2.Selector:
+    """Returns a selector, if it selects prompt tokens alone.
 
     It need not exclude generated tokens, because the only generated token has no row.
 
@@ -155,6 +169,7 @@ def check_prompt_selector(where: selector_pb2.Selector) -> None:
                 "only tokens of the prompt can be selected, because nothing is generated",
                 field=f"where.include[{index}].{kind}",
             )
+    return where
 
 
 def stopped_error() -> NotSupported:

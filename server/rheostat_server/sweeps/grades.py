@@ -13,7 +13,7 @@ import numpy.typing as npt
 from rheostat_engine import ModelSites, Normalise, Readout
 from rheostat_server import validation
 from rheostat_server.derivation.lens import refuse_without_lens
-from rheostat_server.derivation.prompt_rows import check_prompt_selector
+from rheostat_server.derivation.prompt_rows import EVERY_TOKEN, LAST_TOKEN, check_prompt_selector
 from rheostat_server.errors import (
     Defect,
     InvalidValue,
@@ -43,12 +43,6 @@ from rheostat_wire.v1 import (
 )
 
 Numbers = npt.NDArray[np.float64]
-
-_LAST_TOKEN = selector_pb2.Selector(
-    include=[selector_pb2.Range(positions=selector_pb2.Window(start=-1))]
-)
-
-_EVERY_TOKEN = selector_pb2.Selector(include=[selector_pb2.Range(phase=types_pb2.PHASE_PROMPT)])
 
 
 class RowReader(Protocol):
@@ -203,7 +197,7 @@ async def _grade(grade: sweep_pb2.Grade, path: str, manager: RequestManager) -> 
         error.field = field
         raise
     last = types_pb2.Site(point=types_pb2.POINT_RESID_POST, layer=manager.sites.num_layers - 1)
-    return Grade(metric, grade.recovered, path, capture=_capture(last, _LAST_TOKEN))
+    return Grade(metric, grade.recovered, path, capture=_capture(last, LAST_TOKEN))
 
 
 def _probe_grade(grade: sweep_pb2.Grade, path: str, manager: RequestManager) -> Grade:
@@ -229,11 +223,10 @@ def _probe_grade(grade: sweep_pb2.Grade, path: str, manager: RequestManager) -> 
             field=field_path(path, "sites"),
         )
     (site,) = selection.sites
-    where = _LAST_TOKEN if pool == gate_pb2.POOL_LAST else _EVERY_TOKEN
+    where = LAST_TOKEN if pool == gate_pb2.POOL_LAST else EVERY_TOKEN
     if message.HasField("where"):
-        where = message.where
         try:
-            check_prompt_selector(where)
+            where = check_prompt_selector(message.where)
         except RheostatError as error:
             error.field = field_path(path, error.field)
             raise

@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from rheostat_engine import ModelSites, Site
 from rheostat_server import validation
-from rheostat_server.errors import InvalidValue, MissingField, NonFinite
+from rheostat_server.derivation.prompt_rows import stream_sites
+from rheostat_server.errors import InvalidValue, NonFinite
 from rheostat_server.limits import (
     DONE_RUNS,
     SWEEP_CELLS,
@@ -20,7 +21,6 @@ from rheostat_server.limits import (
     SWEEP_VALUES,
     ZOOM_PEAKS,
 )
-from rheostat_server.selectors.sites import refuse_what_is_no_stream, resolve_sites
 from rheostat_server.selectors.spans import runs
 from rheostat_wire.v1 import sweep_pb2, sweep_service_pb2
 
@@ -60,10 +60,7 @@ def resolve_rows(request: sweep_service_pb2.SweepRequest, model: ModelSites) -> 
         InvalidArgument: the sites or the window are malformed.
         SiteNotServed, NotSupported: a site cannot be replaced.
     """
-    if not request.HasField("sites"):
-        raise MissingField("sites are required", field="sites")
-    selection = resolve_sites(request.sites, model, "sites")
-    refuse_what_is_no_stream(selection, "sites")
+    selection = stream_sites(request.sites if request.HasField("sites") else None, model)
     width = request.layer_window if request.HasField("layer_window") else 1
     if not 1 <= width <= model.num_layers:
         raise InvalidValue(
