@@ -87,17 +87,15 @@ def _request(
     message: run_service_pb2.CaptureRunRequest,
 ) -> generation_service_pb2.GenerateRequest:
     capture = capture_pb2.CaptureSpec(
-        sites=message.sites, run=capture_pb2.RunTarget(run_id=message.run_id)
+        sites=message.sites,
+        where=message.where if message.HasField("where") else None,
+        dtype=message.dtype if message.HasField("dtype") else None,
+        run=capture_pb2.RunTarget(
+            run_id=message.run_id, lease=message.lease if message.HasField("lease") else None
+        ),
     )
-    if message.HasField("where"):
-        capture.where.CopyFrom(message.where)
-    if message.HasField("lease"):
-        capture.run.lease.CopyFrom(message.lease)
-    if message.HasField("dtype"):
-        capture.dtype = message.dtype
-    request = request_for(message.prompt, capture, lora_name=message.lora_name)
-    if message.HasField("steering"):
-        request.steering.CopyFrom(message.steering)
+    steering = message.steering if message.HasField("steering") else None
+    request = request_for(message.prompt, [capture], lora_name=message.lora_name, steering=steering)
     request.labels.update(message.labels)
     return request
 

@@ -218,27 +218,31 @@ def _request(prompt: types_pb2.Prompt, reading: Reading) -> generation_service_p
         inline=capture_pb2.InlineTarget(),
         dtype=tensor_pb2.DTYPE_FLOAT32,
     )
-    request = request_for(prompt, capture, lora_name=reading.lora)
-    if reading.steering is not None:
-        request.steering.CopyFrom(reading.steering)
-    return request
+    return request_for(prompt, [capture], lora_name=reading.lora, steering=reading.steering)
 
 
 def request_for(
-    prompt: types_pb2.Prompt, capture: capture_pb2.CaptureSpec, *, lora_name: str
+    prompt: types_pb2.Prompt,
+    captures: Sequence[capture_pb2.CaptureSpec],
+    *,
+    lora_name: str,
+    steering: steering_pb2.Steering | None,
+    max_tokens: int = 1,
 ) -> generation_service_pb2.GenerateRequest:
-    """A request that runs a prompt for one token, with one capture."""
+    """A request that runs a prompt under some steering, with captures."""
     request = generation_service_pb2.GenerateRequest(
-        sampling=generation_pb2.Sampling(max_tokens=1, temperature=0),
-        captures=[capture],
+        sampling=generation_pb2.Sampling(max_tokens=max_tokens, temperature=0),
+        captures=captures,
         lora_name=lora_name,
+        steering=steering,
     )
-    if prompt.HasField("text"):
-        request.text = prompt.text
-    elif prompt.HasField("token_ids"):
-        request.token_ids.CopyFrom(prompt.token_ids)
-    else:
-        request.chat.CopyFrom(prompt.chat)
+    match prompt.WhichOneof("prompt"):
+        case "text":
+            request.text = prompt.text
+        case "token_ids":
+            request.token_ids.CopyFrom(prompt.token_ids)
+        case "chat":
+            request.chat.CopyFrom(prompt.chat)
     return request
 
 

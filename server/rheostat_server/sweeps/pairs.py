@@ -14,6 +14,7 @@ from rheostat_engine import Spans
 from rheostat_server import validation
 from rheostat_server.admission.admit import admit
 from rheostat_server.admission.admitted_request import AdmittedRequest
+from rheostat_server.derivation.prompt_rows import request_for
 from rheostat_server.errors import (
     InvalidPosition,
     InvalidValue,
@@ -41,7 +42,6 @@ from rheostat_server.sweeps.grades import Grade
 from rheostat_server.tasks.offload import offload_plan
 from rheostat_server.validation import field_path
 from rheostat_wire.v1 import (
-    generation_pb2,
     generation_service_pb2,
     replace_pb2,
     selector_pb2,
@@ -421,21 +421,13 @@ def _run(
     Its answers are asked for, and the rows that grades need are captured.
     """
     request = context.request
-    run = generation_service_pb2.GenerateRequest(
-        sampling=generation_pb2.Sampling(max_tokens=answers.longest, temperature=0),
-        captures=[grade.capture for grade in context.grades if grade.capture is not None],
+    return request_for(
+        prompt,
+        [grade.capture for grade in context.grades if grade.capture is not None],
         lora_name=request.lora_name,
+        steering=request.steering if request.HasField("steering") else None,
+        max_tokens=answers.longest,
     )
-    if request.HasField("steering"):
-        run.steering.CopyFrom(request.steering)
-    match prompt.WhichOneof("prompt"):
-        case "text":
-            run.text = prompt.text
-        case "token_ids":
-            run.token_ids.CopyFrom(prompt.token_ids)
-        case "chat":
-            run.chat.CopyFrom(prompt.chat)
-    return run
 
 
 async def _columns(
