@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from rheostat_engine import Window
 from rheostat_server.admission.admitted_request import AdmittedRequest
-from rheostat_server.errors import NonFinite, RheostatError
+from rheostat_server.errors import NonFinite
 from rheostat_server.requests.manager import RequestManager
 from rheostat_server.sweeps.answers import Question, Reading
 from rheostat_server.sweeps.cell_requests import CellGroup, CellRequests
@@ -76,11 +76,14 @@ class Measurements:
         self._pairs = pairs
         self._runs = runs
         self._manager = manager
-        self._starter = RequestStarter(manager, background=settings.background)
+        self.starter = RequestStarter(manager, background=settings.background)
+        """Starts all requests."""
         self._sources: list[list[Source]] = [[] for _ in pairs]
         """For each pair and noise, where rows come from."""
-        self._requests = CellRequests(settings, pairs, self._sources, manager)
-        self._prefetch = Prefetch(settings, pairs, self._sources, manager.worker_vectors)
+        self.requests = CellRequests(settings, pairs, self._sources, manager)
+        """Makes the requests of cells."""
+        self.prefetch = Prefetch(settings, pairs, self._sources, manager.worker_vectors)
+        """Loads the rows of cells that will be asked soon."""
         self._references: list[FloatArray | None] = [None] * len(pairs)
         """The last row [1, W] of each clean prompt, if a grade compares distributions."""
         self._divergences = Divergences(manager)
@@ -90,15 +93,11 @@ class Measurements:
             if grade.row_reader() is not None
         ]
         """The grades that need captured rows, each with its number."""
-        self._most_together = min(self._requests.most_together, _most_capturing(pairs, manager))
+        self._most_together = min(self.requests.most_together, _most_capturing(pairs, manager))
         """The most cells that may share a request while no other request runs."""
         self._unique = uuid.uuid4().hex[:12]
         self.computed = 0
         """Prompt tokens that were computed so far, rather than read from the prefix cache."""
-
-    def starts_at_once(self) -> int:
-        """Prompts that may begin in one iteration of the event loop."""
-        return self._starter.at_once
 
     async def capture(self, index: int) -> None:
         """Captures the rows of a pair, before its cells are asked.
@@ -108,9 +107,9 @@ class Measurements:
         """
         pair = self._pairs[index]
         name = f"sweep-{self._unique}-{index}"
-        grid, sites = self._settings.grid, self._prefetch.site_count
+        grid, sites = self._settings.grid, self.prefetch.site_count
         captured = await sources_of(
-            pair, name, grid, sites, self._runs, self._manager, self._starter.run
+            pair, name, grid, sites, self._runs, self._manager, self.starter.run
         )
         self._sources[index] = captured.sources
         self.computed += captured.computed
@@ -143,31 +142,9 @@ class Measurements:
             error.field = pair.path
             raise
 
-    def expect(self, cell: int, pair: int, noise: int) -> None:
-        """Begins to load the rows of a cell in a prompt of a pair, which will be asked soon."""
-        self._prefetch.expect(cell, pair, noise)
-
-    async def first_rows_loaded(self) -> None:
-        """Returns once the first call that loads rows has ended. `expect` must be called before."""
-        await self._prefetch.first_loaded()
-
-    async def close(self) -> None:
-        """Ends the work for cells that were expected."""
-        await self._prefetch.close()
-
     def most_together(self) -> int:
         """The most cells that one request may measure if it begins now."""
-        return self._starter.most_together(self._most_together)
-
-    def block(self, cell: int) -> tuple[int, int]:
-        """Identifies the block of a cell; see `CellRequests.block`."""
-        return self._requests.block(cell)
-
-    async def groups(
-        self, cells: Sequence[int], pair: int, noise: int
-    ) -> tuple[list[CellGroup], dict[int, RheostatError]]:
-        """Groups cells by their request; see `CellRequests.groups`."""
-        return await self._requests.groups(cells, pair, noise)
+        return self.starter.most_together(self._most_together)
 
     async def cells(self, group: CellGroup, pair: int) -> list[Measured | NonFinite]:
         """Measures the cells of a group in a prompt of a pair.
@@ -200,7 +177,7 @@ class Measurements:
         """
         samples = max(1, len(windows))
         first, *others = pair.answers.questions
-        answers, readers = await self._starter.run(
+        answers, readers = await self.starter.run(
             partial(self._ask_and_read, prompt, first, windows), samples
         )
         answered = [
@@ -209,7 +186,7 @@ class Measurements:
         ]
         self.computed += sum(asked.computed for asked in answers)
         for question in others:
-            answers = await self._starter.run(
+            answers = await self.starter.run(
                 partial(ask, prompt, question, windows=windows), samples
             )
             self.computed += sum(asked.computed for asked in answers)

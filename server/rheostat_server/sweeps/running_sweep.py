@@ -147,7 +147,7 @@ class RunningSweep:
         try:
             await self._run(put)
         finally:
-            await self._measurements.close()
+            await self._measurements.prefetch.close()
 
     async def _run(self, put: Put) -> None:
         settings, grid = self._settings, self._settings.grid
@@ -261,9 +261,9 @@ class RunningSweep:
         count = len(blocks) * sum(self._base_counts)
         places, begun = _Places(self._settings.concurrency), 0
         expected = self._expected(self._work(blocks))
-        ahead = [*islice(expected, 1)]  # this calls `expect` for the first cells
+        ahead = [*islice(expected, 1)]  # this expects the rows of the first cells
         if ahead:
-            await self._measurements.first_rows_loaded()
+            await self._measurements.prefetch.first_loaded()
         work = _alternating(first, _spread(late, chain(ahead, expected), count))
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -272,7 +272,7 @@ class RunningSweep:
                         await places.take(part.prompts)
                         tasks.create_task(self._do(part, put, places, tasks))
                         begun += part.prompts
-                        if begun >= self._measurements.starts_at_once():
+                        if begun >= self._measurements.starter.at_once:
                             begun = 0
                             await asyncio.sleep(0)
         except ExceptionGroup as failed:
@@ -285,7 +285,7 @@ class RunningSweep:
         engine still has others.
         """
         most = max(1, self._settings.concurrency // 4)
-        blocks = [tuple(group) for _, group in groupby(cells, self._measurements.block)]
+        blocks = [tuple(group) for _, group in groupby(cells, self._measurements.requests.block)]
         return [
             block[first : first + most] for block in blocks for first in range(0, len(block), most)
         ]
@@ -308,7 +308,7 @@ class RunningSweep:
         coming: deque[_Work] = deque()
         ahead = 0
         for piece in work:
-            self._measurements.expect(piece.cells[0], piece.pair, piece.noise)
+            self._measurements.prefetch.expect(piece.cells[0], piece.pair, piece.noise)
             coming.append(piece)
             ahead += piece.prompts
             while ahead >= self._settings.concurrency:
@@ -327,7 +327,7 @@ class RunningSweep:
         # A cell that has failed in an earlier prompt is not run again.
         failed = [cell for cell in work.cells if self._progress.cells[cell].error is not None]
         cells = [cell for cell in work.cells if cell not in failed]
-        groups, errors = await self._measurements.groups(cells, work.pair, work.noise)
+        groups, errors = await self._measurements.requests.groups(cells, work.pair, work.noise)
         for group in groups[1:]:
             tasks.create_task(self._measure(group, work, put, places))
         for cell, error in errors.items():
