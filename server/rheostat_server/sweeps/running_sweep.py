@@ -6,7 +6,7 @@ Invariant: each cell that the client does not have is put exactly once, with val
 import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, groupby, islice, zip_longest
 from typing import NamedTuple
@@ -21,7 +21,6 @@ from rheostat_server.sweeps.grid import cell_runs
 from rheostat_server.sweeps.measurements import Measured, Measurements
 from rheostat_server.sweeps.pairs import Pair
 from rheostat_server.sweeps.scores import (
-    PairScale,
     Scores,
     Values,
     check_contrast,
@@ -100,23 +99,6 @@ class _Places:
             self._freed.set_result(None)
 
 
-@dataclass
-class _Progress:
-    """The results of a sweep so far."""
-
-    repeats: list[list[list[Values]]]
-    """For each pair and noise, the values of its first baselines."""
-    other: list[list[Values]]
-    """For each pair, the values of the prompts that rows come from."""
-    waiting_baselines: int
-    """First baselines that have not answered yet."""
-    early: list[tuple[int, Values]] = field(default_factory=list)
-    """Pairs and values of the late baselines that answered before all first baselines had."""
-    cells: dict[int, _Cell] = field(default_factory=dict)
-    held_back: list[int] = field(default_factory=list)
-    """Complete cells that wait for the first baselines, by which they are graded."""
-
-
 class RunningSweep:
     """A sweep that runs."""
 
@@ -132,11 +114,18 @@ class RunningSweep:
         self._base_counts = base_counts
         """For each pair, the number of its `bases`: the prompts in which cells are run."""
         first = settings.baselines - settings.late_baselines
-        self._progress = _Progress(
-            repeats=[[[] for _ in range(count)] for count in base_counts],
-            other=[[] for _ in pairs],
-            waiting_baselines=sum(first + count - 1 for count in base_counts),
-        )
+        self._waiting_baselines = sum(first + count - 1 for count in base_counts)
+        """First baselines that have not answered yet."""
+        self._repeats: list[list[list[Values]]] = [[[] for _ in range(n)] for n in base_counts]
+        """For each pair and noise, the values of its first baselines."""
+        self._sources: list[list[Values]] = [[] for _ in pairs]
+        """For each pair, the values of the prompts that rows come from."""
+        self._early: list[tuple[int, Values]] = []
+        """Pairs and values of the late baselines that answered before all first baselines had."""
+        self._cells: dict[int, _Cell] = {}
+        """The cells that run."""
+        self._held_back: list[int] = []
+        """Complete cells that wait for the first baselines, by which they are graded."""
 
     async def run(self, put: Put) -> None:
         """Runs the sweep, and puts its cells.
@@ -227,7 +216,7 @@ class RunningSweep:
         await self._measurements.set_reference(index)
         for prompt in pair.corrupt if pair.into_clean else (pair.clean,):
             metrics = await self._measurements.unchanged(prompt, index)
-            self._progress.other[index].append(np.array(metrics))
+            self._sources[index].append(np.array(metrics))
 
     def _first_baselines(self) -> list[_Work]:
         """The baselines by which cells are graded: one for each noise, and repeats for the first.
@@ -295,7 +284,7 @@ class RunningSweep:
         waiting, zeros = sum(self._base_counts), [0.0] * len(self._settings.grades)
         for cells in blocks:
             for cell in cells:
-                self._progress.cells[cell] = _Cell(waiting, [zeros] * len(self._pairs))
+                self._cells[cell] = _Cell(waiting, [zeros] * len(self._pairs))
             for index, bases in enumerate(self._base_counts):
                 for noise in range(bases):
                     yield _Work(cells, index, noise)
@@ -325,7 +314,7 @@ class RunningSweep:
             places.free(1)
             return
         # A cell that has failed in an earlier prompt is not run again.
-        failed = [cell for cell in work.cells if self._progress.cells[cell].error is not None]
+        failed = [cell for cell in work.cells if self._cells[cell].error is not None]
         cells = [cell for cell in work.cells if cell not in failed]
         groups, errors = await self._measurements.requests.groups(cells, work.pair, work.noise)
         for group in groups[1:]:
@@ -356,52 +345,50 @@ class RunningSweep:
 
     def _add(self, cell: int, work: _Work, measured: Measured) -> None:
         """Adds the result of a cell in a prompt to the cell's sums."""
-        progress, bases = self._progress.cells[cell], self._base_counts[work.pair]
-        progress.raw[work.pair] = [
+        values, bases = self._cells[cell], self._base_counts[work.pair]
+        values.raw[work.pair] = [
             total + metric / bases
-            for total, metric in zip(progress.raw[work.pair], measured.metrics, strict=True)
+            for total, metric in zip(values.raw[work.pair], measured.metrics, strict=True)
         ]
         if work.pair == work.noise == 0:
-            progress.top_token_id = measured.top_token_id or 0
+            values.top_token_id = measured.top_token_id or 0
 
     def _fail(self, cells: Iterable[int], pair: int, error: RheostatError) -> None:
         """Makes an error the result of cells. The error came from a prompt of a pair."""
         error.message = f"{self._pairs[pair].path}: {error.message}"
         drop_tracebacks(error)  # they refer to the cells
         for cell in cells:
-            self._progress.cells[cell].error = error
+            self._cells[cell].error = error
 
     async def _count_answers(self, cells: Iterable[int], put: Put) -> None:
         """Counts one more answered prompt for each cell, and puts the cells that are complete."""
-        progress = self._progress
         for cell in cells:
-            progress.cells[cell].waiting -= 1
-            if progress.cells[cell].waiting:
+            self._cells[cell].waiting -= 1
+            if self._cells[cell].waiting:
                 continue
-            if progress.waiting_baselines:
-                progress.held_back.append(cell)
+            if self._waiting_baselines:
+                self._held_back.append(cell)
             else:
                 await self._finish(cell, put)
 
     async def _take_baseline(self, work: _Work, values: Values, put: Put) -> None:
         """Adds the values of a baseline. Once all first baselines answered, puts waiting cells."""
-        progress = self._progress
         if work.late:
-            if progress.waiting_baselines:
-                progress.early.append((work.pair, values))
+            if self._waiting_baselines:
+                self._early.append((work.pair, values))
             else:
                 self._scores.add_baseline(work.pair, values)
             return
-        progress.repeats[work.pair][work.noise].append(values)
-        progress.waiting_baselines -= 1
-        if progress.waiting_baselines:
+        self._repeats[work.pair][work.noise].append(values)
+        self._waiting_baselines -= 1
+        if self._waiting_baselines:
             return
         self._set_scales()
-        for pair, repeat in progress.early:
+        for pair, repeat in self._early:
             self._scores.add_baseline(pair, repeat)
-        for index in progress.held_back:
+        for index in self._held_back:
             await self._finish(index, put)
-        progress.held_back.clear()
+        self._held_back.clear()
 
     async def _finish(self, index: int, put: Put) -> None:
         """Scores a complete cell, and puts it unless the client has it."""
@@ -410,26 +397,23 @@ class RunningSweep:
             await put(event)
 
     def _set_scales(self) -> None:
-        scales: list[PairScale] = []
-        for pair, repeats, other in zip(
-            self._pairs, self._progress.repeats, self._progress.other, strict=True
-        ):
-            asked = np.mean(other, axis=0) if other else None
-            scales.append(
-                pair_scale(
-                    repeats[0],
-                    [values for repeat in repeats[1:] for values in repeat],
-                    clean=None if pair.into_clean else asked,
-                    corrupt=asked if pair.into_clean else None,
-                    into_clean=pair.into_clean,
-                )
+        scales = [
+            pair_scale(
+                repeats[0],
+                [values for repeat in repeats[1:] for values in repeat],
+                np.mean(sources, axis=0) if sources else None,
+                into_clean=pair.into_clean,
             )
+            for pair, repeats, sources in zip(
+                self._pairs, self._repeats, self._sources, strict=True
+            )
+        ]
         check_contrast(scales, self._settings.grades)
         self._scores.set_scales(scales)
 
     def _scored(self, index: int) -> sweep_service_pb2.SweepResponse:
         """The event of a complete cell."""
-        cell, event = self._progress.cells.pop(index), _pb.SweepResponse()
+        cell, event = self._cells.pop(index), _pb.SweepResponse()
         message = event.cell  # filled in place; copying a message takes twice as long
         if cell.error is None:
             pair_values = self._settings.pair_values
@@ -444,12 +428,8 @@ class RunningSweep:
 
 def _alternating(first: Iterable[_Work], second: Iterable[_Work]) -> Iterator[_Work]:
     """Alternates between two kinds of work. Once one kind ends, yields the rest of the other."""
-    ends = object()
-    for first_work, other in zip_longest(first, second, fillvalue=ends):
-        if isinstance(first_work, _Work):
-            yield first_work
-        if isinstance(other, _Work):
-            yield other
+    both = chain.from_iterable(zip_longest(first, second))
+    return (work for work in both if work is not None)
 
 
 def _spread(late: Sequence[_Work], work: Iterable[_Work], count: int) -> Iterator[_Work]:

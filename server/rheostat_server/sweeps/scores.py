@@ -53,8 +53,7 @@ class PairScale(NamedTuple):
 def pair_scale(
     repeats: list[Values],
     others: Sequence[Values],
-    clean: Values | None,
-    corrupt: Values | None,
+    source: Values | None,
     *,
     into_clean: bool,
 ) -> PairScale:
@@ -63,20 +62,15 @@ def pair_scale(
     Args:
         repeats: values of the first baselines; further ones may be appended.
         others: values of the prompt with each of the further noises.
-        clean: values of the clean prompt; None if cells are run in it.
-        corrupt: values of the corrupt prompt; None if cells are run in it, or there is none.
+        source: values of the prompt that rows come from; None if they are zeros or means.
         into_clean: whether cells are run in the clean prompt.
     """
     center = np.mean(repeats, axis=0)
     base = np.mean([center, *others], axis=0)
-    missing = np.full_like(base, np.nan)
-    return PairScale(
-        clean=base if into_clean or clean is None else clean,
-        corrupt=(missing if corrupt is None else corrupt) if into_clean else base,
-        base=base,
-        center=center,
-        repeats=repeats,
-    )
+    if source is None:
+        source = np.full_like(base, np.nan)
+    clean, corrupt = (base, source) if into_clean else (source, base)
+    return PairScale(clean, corrupt, base, center, repeats)
 
 
 def check_contrast(scales: Sequence[PairScale], grades: Sequence[Grade]) -> None:

@@ -19,7 +19,7 @@ def scored(metrics: np.ndarray, *, pair_values: bool) -> tuple[sweep_pb2.SweepCe
     repeats = [draw.standard_normal(len(GRADES)) for _ in range(4)]
     clean = draw.standard_normal(len(GRADES)) + 3
     scores = Scores(np.full(2, np.nan), GRADES)
-    scores.set_scales([pair_scale(repeats, [], clean, None, into_clean=False)] * len(metrics))
+    scores.set_scales([pair_scale(repeats, [], clean, into_clean=False)] * len(metrics))
     message = sweep_pb2.SweepCell()
     scores.score(1, metrics.tolist(), message, pair_values=pair_values)
     return message, scores
