@@ -109,7 +109,7 @@ class Measurements:
         name = f"sweep-{self._unique}-{index}"
         grid, sites = self._settings.grid, self.prefetch.site_count
         captured = await sources_of(
-            pair, name, grid, sites, self._runs, self._manager, self.starter.run
+            pair, name, grid, sites, self._runs, self._manager, self.starter
         )
         self._sources[index] = captured.sources
         self.computed += captured.computed

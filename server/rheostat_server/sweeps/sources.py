@@ -8,11 +8,11 @@ Invariant: a row that a source lacks is an error of the cell that needs it. No c
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,7 @@ from rheostat_server.selectors.spans import runs as runs_of
 from rheostat_server.steering.replacements import averaged_rows
 from rheostat_server.sweeps.grid import Grid
 from rheostat_server.sweeps.pairs import Pair
+from rheostat_server.sweeps.request_starter import RequestStarter
 from rheostat_server.tasks.offload import offload, offload_plan
 from rheostat_server.tensors import FloatType, widened
 from rheostat_server.vectors.store import Vector, make_vector
@@ -176,12 +177,15 @@ class RunRows:
         """All rows at a site that are put in."""
         if not len(self._at):
             raise RunIncomplete("no position of the columns has a row in the other prompt")
-        vector = self._vectors.get(site.index)
-        if vector is None:
+        if site.index not in self._vectors:
             async with self._turn:
-                return await self._vector(site)
+                if site.index not in self._vectors:
+                    run = self._run_with(site)
+                    made = await offload(self._size(run), self._make, run, site)
+                    self._vectors[site.index] = made
+                    self._drop_oldest()
         self._vectors.move_to_end(site.index)
-        return vector
+        return self._vectors[site.index]
 
     async def make(self, sites: Sequence[Site]) -> None:
         """Makes the missing vectors of sites in one call of a thread."""
@@ -191,11 +195,10 @@ class RunRows:
                 for site in sites
                 if site.index in self._by_site and site.index not in self._vectors
             ][: self._kept]
-            size = sum(len(self._at) * run.width * run.dtype.itemsize for run, _ in missing)
+            size = sum(self._size(run) for run, _ in missing)
             if size:
                 self._vectors.update(await offload(size, self._make_some, missing))
-            while len(self._vectors) > self._kept:
-                self._vectors.popitem(last=False)
+                self._drop_oldest()
 
     def _make_some(self, wanted: Sequence[tuple[Run, Site]]) -> dict[int, Vector]:
         made: dict[int, Vector] = {}
@@ -215,16 +218,13 @@ class RunRows:
             if position not in self._places:
                 raise RunIncomplete(f"the run {run.id} has no row of position {position}")
 
-    async def _vector(self, site: Site) -> Vector:
-        vector = self._vectors.get(site.index)
-        if vector is None:
-            run = self._run_with(site)
-            size = len(self._at) * run.width * run.dtype.itemsize
-            vector = self._vectors[site.index] = await offload(size, self._make, run, site)
-            if len(self._vectors) > self._kept:
-                self._vectors.popitem(last=False)
-        self._vectors.move_to_end(site.index)
-        return vector
+    def _size(self, run: Run) -> int:
+        """Bytes of the rows of a site that are put in, or averaged."""
+        return len(self._at) * run.width * run.dtype.itemsize
+
+    def _drop_oldest(self) -> None:
+        while len(self._vectors) > self._kept:
+            self._vectors.popitem(last=False)
 
     def _run_with(self, site: Site) -> Run:
         run = self._by_site.get(site.index)
@@ -261,13 +261,8 @@ class HeldRuns:
         self._store = store
         self.lease = lease
         self._held: list[Run] = []
-        self._made: list[str] = []
+        self.made_ids: list[str] = []
         """The ids of runs that the sweep makes, from before they are stored."""
-
-    @property
-    def made_ids(self) -> list[str]:
-        """The ids of the runs that the sweep has made."""
-        return self._made
 
     def given(self, run_id: str, path: str) -> Run:
         """Holds a run of the client.
@@ -278,10 +273,6 @@ class HeldRuns:
         run = self._store.hold(run_id, path)
         self._held.append(run)
         return run
-
-    def expect(self, run_ids: Sequence[str]) -> None:
-        """Notes the ids of runs that the sweep is about to make."""
-        self._made += run_ids
 
     def made(self, run_id: str) -> Run:
         """Holds a run that the sweep has made."""
@@ -298,25 +289,13 @@ class HeldRuns:
         """
         for held in self._held:
             self._store.release(held)
-        for run_id in self._made:
+        for run_id in self.made_ids:
             with suppress(RunNotFound, RunInUse):
                 if keep and self.lease is not None:
                     self._store.renew(run_id, self.lease, "")
                 else:
                     self._store.delete(run_id, "")
         self._held.clear()
-
-
-T = TypeVar("T")
-
-
-class Attempts(Protocol):
-    """Runs requests when the engine has room, and again if it had none."""
-
-    async def __call__(
-        self, attempt: Callable[[str, RequestManager], Coroutine[None, None, T]], /
-    ) -> T:
-        """Calls a function with an id for its request until the engine has room for it."""
 
 
 class Captured(NamedTuple):
@@ -335,7 +314,7 @@ async def sources_of(
     site_count: int,
     held: HeldRuns,
     manager: RequestManager,
-    attempts: Attempts,
+    starter: RequestStarter,
 ) -> Captured:
     """Finds or captures the rows of a pair's cells.
 
@@ -346,7 +325,7 @@ async def sources_of(
         site_count: sites of cells that start or are expected at one time.
         held: holds all runs.
         manager: runs the prompts.
-        attempts: starts them.
+        starter: starts them.
 
     Raises:
         RheostatError: a run is missing or unfit, or a prompt cannot run.
@@ -372,7 +351,7 @@ async def sources_of(
         if wanted:
             with _naming(pair.path):
                 request = await _capturing(prompt, f"{name}-{noise}", wanted, grid, held, manager)
-                computed += await attempts(partial(_capture, request))
+                computed += await starter.run(partial(_capture, request))
             manager.check_not_lost()  # else `held.made` would call missing rows a defect
             runs = [held.made(capture.run.id) for capture in request.captures if capture.run]
         sources.append(RunRows(runs, wanted, model, kept=kept))
@@ -448,7 +427,7 @@ async def _capturing(
             )
         )
     admitted = await admit(request, replace(manager.admission, watches=None))
-    held.expect(ids)
+    held.made_ids += ids
     # The prompt keeps the steering under which its pair was admitted.
     plan = replace(prompt.unobserved, captures=admitted.unobserved.captures).pack()
     return replace(
