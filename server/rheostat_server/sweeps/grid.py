@@ -5,6 +5,7 @@ calls again can name the cells that it has.
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -66,13 +67,9 @@ def resolve_rows(request: sweep_service_pb2.SweepRequest, model: ModelSites) -> 
         raise InvalidValue(
             f"a window has 1 to {model.num_layers} layers, not {width}", field="layer_window"
         )
-    points = dict.fromkeys(site.point for site in selection.sites)
-    return tuple(
-        Row(site, _window(site, width, model))
-        for point in points
-        for site in selection.sites
-        if site.point is point
-    )
+    points = [*dict.fromkeys(site.point for site in selection.sites)]
+    sites = sorted(selection.sites, key=lambda site: points.index(site.point))
+    return tuple(Row(site, _window(site, width, model)) for site in sites)
 
 
 def _window(site: Site, width: int, model: ModelSites) -> tuple[Site, ...]:
@@ -177,14 +174,13 @@ class ZoomPlan(NamedTuple):
         """
         first = max(0, min(self.changed - 1, self.column_stride // 2))
         columns = _strided(self.columns[first:], self.column_stride)
-        cells = []
-        for rows in _by_point(grid):
-            cells += [
-                row * grid.columns + column
-                for row in _strided(rows, self.layer_stride)
-                for column in columns
-            ]
-        return cells
+        by_point = groupby(range(len(grid.rows)), lambda row: grid.rows[row].site.point)
+        return [
+            row * grid.columns + column
+            for _, rows in by_point
+            for row in _strided([*rows], self.layer_stride)
+            for column in columns
+        ]
 
     def peaks_of(self, effects: npt.NDArray[np.float64], grid: Grid) -> list[int]:
         """The cells with the largest effects, none of which lies within the radii of another.
@@ -242,24 +238,12 @@ def resolve_zoom(zoom: sweep_pb2.Zoom, columns: Sequence[int], changed: int) -> 
         columns,
         changed,
     )
-    for name, stride in (
-        ("layer_stride", plan.layer_stride),
-        ("column_stride", plan.column_stride),
-    ):
-        if not stride:
+    for name in ("layer_stride", "column_stride"):
+        if not getattr(plan, name):
             raise InvalidValue("must be at least 1", field=f"zoom.{name}")
     if not 1 <= plan.peaks <= ZOOM_PEAKS:
         raise InvalidValue(f"must be 1 to {ZOOM_PEAKS}", field="zoom.peak_count")
     return plan
-
-
-def _by_point(grid: Grid) -> list[range]:
-    """The rows of each point."""
-    points = [row.site.point for row in grid.rows]
-    return [
-        range(points.index(point), points.index(point) + points.count(point))
-        for point in dict.fromkeys(points)
-    ]
 
 
 def _strided(numbers: Sequence[int], stride: int) -> list[int]:
