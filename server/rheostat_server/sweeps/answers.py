@@ -48,8 +48,8 @@ class Reading(NamedTuple):
 
 Readings = Mapping[Question, Reading]
 
-Answer = tuple[tuple[int, ...], ...]
-"""The token sequences, any of which is the answer."""
+Answer = tuple[tuple[Question, ...], ...]
+"""The questions about each token sequence, any of which is the answer."""
 
 
 @dataclass(frozen=True)
@@ -65,22 +65,9 @@ class Answers:
     def questions(self) -> tuple[Question, ...]:
         """Everything that the model must be asked, each once. The first is about the prompt."""
         questions = dict.fromkeys(
-            question
-            for answer in (self._right_questions, self._wrong_questions)
-            for questions_of_sequence in answer
-            for question in questions_of_sequence
+            question for sequence in (*self.right, *self.wrong) for question in sequence
         )
         return tuple(questions) or (_ANY,)
-
-    @cached_property
-    def _right_questions(self) -> tuple[tuple[Question, ...], ...]:
-        """The questions about each sequence of the right answer."""
-        return tuple(map(_questions, self.right))
-
-    @cached_property
-    def _wrong_questions(self) -> tuple[tuple[Question, ...], ...]:
-        """The questions about each sequence of the wrong answer."""
-        return tuple(map(_questions, self.wrong))
 
     @property
     def longest(self) -> int:
@@ -95,11 +82,11 @@ class Answers:
             readings: for each of `questions`.
         """
         if metric == sweep_pb2.METRIC_RANK:
-            return float(min(readings[first].rank for first, *_ in self._right_questions))
-        right = _logprob(self._right_questions, readings)
+            return float(min(readings[first].rank for first, *_ in self.right))
+        right = _logprob(self.right, readings)
         if metric == sweep_pb2.METRIC_LOGIT_DIFFERENCE:
             # Both logits lack the same logarithm of a sum, so it cancels.
-            return right - _logprob(self._wrong_questions, readings)
+            return right - _logprob(self.wrong, readings)
         return math.exp(right) if metric == sweep_pb2.METRIC_PROBABILITY else right
 
 
@@ -107,13 +94,8 @@ def _questions(sequence: Sequence[int]) -> tuple[Question, ...]:
     return tuple([Question(tuple(sequence[:i]), token) for i, token in enumerate(sequence)])
 
 
-def _logprob(answer: Sequence[Sequence[Question]], readings: Readings) -> float:
-    """The logarithm of the summed probabilities of the answer's sequences.
-
-    Args:
-        answer: the questions about each sequence.
-        readings: for each question.
-    """
+def _logprob(answer: Answer, readings: Readings) -> float:
+    """The logarithm of the summed probabilities of the answer's sequences."""
     logprobs = [sum([readings[question].logprob for question in questions]) for questions in answer]
     largest = max(logprobs)
     if len(logprobs) == 1 or largest == -math.inf:
@@ -155,4 +137,4 @@ def _answer(answer: sweep_pb2.Answer, vocabulary: int, path: str) -> Answer:
         sequences.append(tuple(alternative.ids))
     if len(set(sequences)) < len(sequences):
         raise InvalidValue("an alternative may not be repeated", field=path)
-    return tuple(sequences)
+    return tuple(map(_questions, sequences))
