@@ -7,7 +7,7 @@ without its rows.
 import asyncio
 import math
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -37,13 +37,13 @@ class _Answered(NamedTuple):
     """The answers to all questions of a prompt, and its captured rows."""
 
     readings: dict[Question, Reading]
-    readers: Mapping[int, RowReader]
-    """By the number of a grade, the reader of the rows that the grade needs."""
+    readers: Sequence[RowReader | None]
+    """For each grade, the reader of the rows that the grade needs; None if it needs none."""
 
     @property
     def last_row(self) -> FloatArray:
         """[1, W]: the last row of the stream, if a grade compares distributions."""
-        return next(reader for reader in self.readers.values() if isinstance(reader, LastRow)).row
+        return next(reader for reader in self.readers if isinstance(reader, LastRow)).row
 
 
 class Measured(NamedTuple):
@@ -87,12 +87,8 @@ class Measurements:
         self._references: list[FloatArray | None] = [None] * len(pairs)
         """The last row [1, W] of each clean prompt, if a grade compares distributions."""
         self._divergences = Divergences(manager)
-        self._reading_grades = [
-            (number, grade)
-            for number, grade in enumerate(settings.grades)
-            if grade.row_reader() is not None
-        ]
-        """The grades that need captured rows, each with its number."""
+        self._reads_rows = any(grade.capture is not None for grade in settings.grades)
+        """Whether a grade needs captured rows."""
         self._most_together = min(self.requests.most_together, _most_capturing(pairs, manager))
         """The most cells that may share a request while no other request runs."""
         self._unique = uuid.uuid4().hex[:12]
@@ -156,7 +152,7 @@ class Measurements:
             RheostatError: the group's request cannot run.
         """
         answered = await self._answered(group.request, self._pairs[pair], tuple(group.windows))
-        if self._reading_grades:  # `Divergences` compares rows of several cells in one call
+        if self._reads_rows:  # `Divergences` compares rows of several cells in one call
             return await asyncio.gather(*(self._measured(cell, pair) for cell in answered))
         return [await self._measured(cell, pair) for cell in answered]
 
@@ -181,8 +177,8 @@ class Measurements:
             partial(self._ask_and_read, prompt, first, windows), samples
         )
         answered = [
-            _Answered({first: asked.reading}, by_grade)
-            for asked, by_grade in zip(answers, readers, strict=True)
+            _Answered({first: asked.reading}, own)
+            for asked, own in zip(answers, readers, strict=True)
         ]
         self.computed += sum(asked.computed for asked in answers)
         for question in others:
@@ -201,22 +197,18 @@ class Measurements:
         windows: tuple[Window, ...],
         request_id: str,
         manager: RequestManager,
-    ) -> tuple[list[Asked], list[dict[int, RowReader]]]:
+    ) -> tuple[list[Asked], list[list[RowReader | None]]]:
         """Asks a question, and reads the rows that grades need.
 
         The readers are new in each attempt, because an attempt that fails may have read some rows.
         """
-        readers = [self._row_readers() for _ in range(max(1, len(windows)))]
-        reading = [tuple(by_grade.values()) for by_grade in readers] if self._reading_grades else []
+        grades, samples = self._settings.grades, max(1, len(windows))
+        readers: list[list[RowReader | None]] = [[None] * len(grades)] * samples
+        if not self._reads_rows:
+            return await ask(prompt, question, request_id, manager, windows), readers
+        readers = [[grade.row_reader() for grade in grades] for _ in range(samples)]
+        reading = [[reader for reader in own if reader is not None] for own in readers]
         return await ask(prompt, question, request_id, manager, windows, reading), readers
-
-    def _row_readers(self) -> dict[int, RowReader]:
-        """New readers of the rows of a prompt, for each grade that needs rows."""
-        return {
-            number: reader
-            for number, grade in self._reading_grades
-            if (reader := grade.row_reader()) is not None
-        }
 
     async def _metrics(self, answered: _Answered, pair: int) -> Metrics:
         """[grades]: the metrics of a prompt that was asked.
@@ -225,8 +217,7 @@ class Measurements:
             NonFinite: a metric is not finite.
         """
         values: list[float] = []
-        for number, grade in enumerate(self._settings.grades):
-            reader = answered.readers.get(number)
+        for grade, reader in zip(self._settings.grades, answered.readers, strict=True):
             if isinstance(reader, PooledReading):
                 value = reader.value
             elif isinstance(reader, LastRow):
