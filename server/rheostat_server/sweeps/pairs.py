@@ -5,7 +5,7 @@ Columns are positions of the clean prompt. In the corrupt prompt they are the al
 """
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -362,24 +362,23 @@ async def _corrupt(
         message.WhichOneof("corruption"), path, "corrupt, noise, zeros, mean and run_id"
     )
     field = field_path(path, kind)
+    runs: Iterable[generation_service_pb2.GenerateRequest] = ()
     with _naming(field, context.grades):
         match kind:
             case "corrupt":
-                run = _run(context, message.corrupt, answers)
-                return (await _admit(context, run, field),)
+                runs = [_run(context, message.corrupt, answers)]
             case "noise":
-                noisy = _noisy(context, message, clean, answers, field)
-                admitted = [await _admit(context, run, field) for run in noisy]
-                return tuple(replace(version, prompt=clean.prompt) for version in admitted)
+                runs = _noisy(context, message, clean, answers, field)
             case "run_id":
-                runs = context.manager.runs
-                stored = runs.hold(validation.matches(message.run_id, RUN_ID, field), field)
+                store = context.manager.runs
+                stored = store.hold(validation.matches(message.run_id, RUN_ID, field), field)
                 ids = types_pb2.TokenIds(ids=stored.prompt_token_ids.tolist())
-                runs.release(stored)
-                run = _run(context, types_pb2.Prompt(token_ids=ids), answers)
-                return (await _admit(context, run, field),)
-            case _:
-                return ()
+                store.release(stored)
+                runs = [_run(context, types_pb2.Prompt(token_ids=ids), answers)]
+        admitted = [await _admit(context, run, field) for run in runs]
+    if kind == "noise":
+        admitted = [replace(version, prompt=clean.prompt) for version in admitted]
+    return tuple(admitted)
 
 
 def _noisy(
