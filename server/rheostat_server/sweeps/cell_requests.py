@@ -13,7 +13,7 @@ Invariant: a cell's sample replaces exactly the rows of the cell, whether it sha
 import asyncio
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from rheostat_engine import OPEN_END, SMALL_PLAN_COST, Plan, Window
 from rheostat_server.admission.admitted_request import AdmittedRequest
@@ -59,12 +59,9 @@ class CellGroup(NamedTuple):
     """The window of each cell's sample. Empty: there is one cell, which uses the plan unchanged."""
 
 
-class _Shared(NamedTuple):
-    """A request that the cells of several columns share. Its plan has the acts of all of them."""
-
-    request: AdmittedRequest
-    windows: dict[int, Window]
-    """By column, the window that selects its acts."""
+_Shared: TypeAlias = dict[int, tuple[AdmittedRequest, Window]]
+"""By column, a request that the cells of several columns share, and the window that selects the
+acts of the column. Empty: the cells cannot share a request."""
 
 
 class CellRequests:
@@ -94,19 +91,15 @@ class CellRequests:
         held = min(capacity.bank_rows, capacity.steps, capacity.slots)
         self._rows = min(SMALL_PLAN_COST // 2, held // (_PART * prompts))
         """The most rows, at all sites, of the columns that share a plan."""
-        self._columns = min(_COLUMNS, self._rows)
-        """The most columns that share a plan. Below 2, each cell has a plan of its own."""
-        self._shared: OrderedDict[_BlockKey, _Shared | None] = OrderedDict()
-        """Least recently used first. None: these cells cannot share a plan."""
+        self.most_together = max(1, min(_COLUMNS, self._rows))
+        """The most cells that one request measures, which is the number of columns of a block. If
+        it is 1, each cell has a plan of its own."""
+        self._shared: OrderedDict[_BlockKey, _Shared] = OrderedDict()
+        """Least recently used first."""
         self._kept = 2 * prompts
         """The most entries of `_shared`."""
         self._turn = asyncio.Lock()
         """Held while a shared request is made, because all its cells may ask for it at once."""
-
-    @property
-    def most_together(self) -> int:
-        """The most cells that one request measures, which is the number of columns of a block."""
-        return max(1, self._columns)
 
     def block(self, cell: int) -> tuple[int, int]:
         """Identifies the block of a cell. Only cells of the same block may share a request."""
@@ -151,15 +144,15 @@ class CellRequests:
         Cells that share a plan get the same request. None: the cell uses the plan unchanged.
         """
         row, column = self._settings.grid.place(cell)
-        if self._columns > 1:
-            key = _BlockKey(row, column - column % self._columns, pair, noise)
-            shared = await self._shared_request(key)
-            if shared is not None and column in shared.windows:
-                return shared.request, shared.windows[column]
+        if self.most_together > 1:
+            key = _BlockKey(row, column - column % self.most_together, pair, noise)
+            shared = await self._shared_requests(key)
+            if column in shared:
+                return shared[column]
         return await self._unshared_request(row, column, pair, noise), None
 
-    async def _shared_request(self, key: _BlockKey) -> _Shared | None:
-        """The request that some cells share; None if they cannot share one."""
+    async def _shared_requests(self, key: _BlockKey) -> _Shared:
+        """The request that some cells share."""
         if key not in self._shared:
             async with self._turn:
                 if key not in self._shared:
@@ -169,16 +162,16 @@ class CellRequests:
         self._shared.move_to_end(key)
         return self._shared[key]
 
-    async def _make_shared(self, key: _BlockKey) -> _Shared | None:
+    async def _make_shared(self, key: _BlockKey) -> _Shared:
         row, first, pair, noise = key
         base = self._pairs[pair].bases[noise].unobserved
         if not _may_have_window(base):
-            return None
+            return {}
         replaced: list[Replaced] = []
         windows: dict[int, Window] = {}
         taken: set[int] = set()
         sites = len(self._settings.grid.rows[row].window)
-        for column in range(first, min(first + self._columns, self._settings.grid.columns)):
+        for column in range(first, min(first + self.most_together, self._settings.grid.columns)):
             positions = self._pairs[pair].positions(column).base
             start, end = positions[0], positions[-1] + 1
             if start < 0 or end - start != len(positions) or not taken.isdisjoint(positions):
@@ -193,14 +186,14 @@ class CellRequests:
             windows[column] = Window(start, end, len(base.acts))
             taken.update(positions)
         if len(windows) < 2:
-            return None
+            return {}
         window = Window(0, OPEN_END, len(base.acts))
         try:
             request = await self._make_request(pair, noise, replaced, window)
             self._check_ever_fits(request)
         except (InvalidValue, BankFull):  # with the steering, the columns need too much
-            return None
-        return _Shared(request, windows)
+            return {}
+        return {column: (request, own) for column, own in windows.items()}
 
     async def _unshared_request(
         self, row: int, column: int, pair: int, noise: int
