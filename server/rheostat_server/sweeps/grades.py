@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from rheostat_engine import ModelSites, Normalise, Readout
+from rheostat_engine import Normalise, Readout
 from rheostat_server import validation
 from rheostat_server.derivation.lens import refuse_without_lens
 from rheostat_server.derivation.prompt_rows import EVERY_TOKEN, LAST_TOKEN, check_prompt_selector
@@ -202,7 +202,7 @@ async def _grade(grade: sweep_pb2.Grade, path: str, manager: RequestManager) -> 
 
 def _probe_grade(grade: sweep_pb2.Grade, path: str, manager: RequestManager) -> Grade:
     path = field_path(path, "probe")
-    model, message, pool = manager.sites, grade.probe.probe, gate_pb2.POOL_LAST
+    message, pool = grade.probe.probe, gate_pb2.POOL_LAST
     if grade.probe.HasField("pool"):
         pool = grade.probe.pool
         validation.known_enum(pool, gate_pb2.Pool.values(), field_path(path, "pool"))
@@ -215,7 +215,7 @@ def _probe_grade(grade: sweep_pb2.Grade, path: str, manager: RequestManager) -> 
             "a grade reads each row; POOL_MEAN is the mean of what it reads",
             field=field_path(path, "rows"),
         )
-    selection = resolve_sites(message.sites, model, field_path(path, "sites"))
+    selection = resolve_sites(message.sites, manager.sites, field_path(path, "sites"))
     if len(selection.sites) != 1:
         raise InvalidValue(
             f"the probe of a grade reads one site, not {len(selection.sites)}: give each site a "
@@ -230,24 +230,18 @@ def _probe_grade(grade: sweep_pb2.Grade, path: str, manager: RequestManager) -> 
         except RheostatError as error:
             error.field = field_path(path, error.field)
             raise
-    probe = Probe(
-        *_direction(message.read, site.layer, model, manager, field_path(path, "read")), pool
-    )
+    probe = Probe(*_direction(message.read, site.layer, manager, field_path(path, "read")), pool)
     return Grade(None, grade.recovered, path, probe, _capture(to_wire(site), where))
 
 
 def _direction(
-    readout: vector_pb2.Readout,
-    layer: int,
-    model: ModelSites,
-    manager: RequestManager,
-    path: str,
+    readout: vector_pb2.Readout, layer: int, manager: RequestManager, path: str
 ) -> tuple[Numbers, Readout]:
     """The direction that a readout reads with, and its settings."""
     settings = resolve_product(readout, path)
     field = field_path(path, "vector")
     ref = readout.vector if readout.HasField("vector") else None
-    found = find_vector(ref, manager.store.view(), model, field)
+    found = find_vector(ref, manager.store.view(), manager.sites, field)
     row, vector = rows_by_layer(found, [layer])[layer], found.vector
     size = vector.width * vector.kind.itemsize
     data = vector.data[row * size : (row + 1) * size]
