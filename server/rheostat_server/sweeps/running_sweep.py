@@ -139,21 +139,22 @@ class RunningSweep:
             await self._measurements.prefetch.close()
 
     async def _run(self, put: Put) -> None:
-        settings, grid = self._settings, self._settings.grid
+        grid, zoom, done = self._settings.grid, self._settings.zoom, self._settings.done
         await self._prepare()
-        first = settings.zoom.coarse(grid) if settings.zoom is not None else range(grid.cells)
-        # Zoom needs the effects of all cells of the coarse grid.
-        have = settings.done.cells if settings.zoom is None else settings.done.known
-        wanted = [cell for cell in first if not have[cell]]
         late = self._late_baselines()
-        kept = 0 if settings.zoom is None else len(late) // 2
-        await self._run_cells(wanted, put, self._first_baselines(), late[kept:])
-        if settings.zoom is None:
+        if zoom is None:
+            wanted = [cell for cell in range(grid.cells) if not done.cells[cell]]
+            await self._run_cells(wanted, put, self._first_baselines(), late)
             return
+        # Zoom needs the effects of all cells of the coarse grid.
+        wanted = [cell for cell in zoom.coarse(grid) if not done.known[cell]]
+        kept = len(late) // 2
+        await self._run_cells(wanted, put, self._first_baselines(), late[kept:])
+        peaks = zoom.peaks_of(self._scores.effects(), grid)
         ran = set(wanted)
-        peaks = settings.zoom.peaks_of(self._scores.effects(), grid)
-        added = [cell for cell in settings.zoom.fine(peaks, grid) if cell not in ran]
-        added = [cell for cell in added if not settings.done.cells[cell]]
+        added = [
+            cell for cell in zoom.fine(peaks, grid) if cell not in ran and not done.cells[cell]
+        ]
         phase = sweep_pb2.SweepPhase(added_cell_count=len(added), around=peaks)
         await put(_pb.SweepResponse(phase=phase))
         await self._run_cells(added, put, (), late[:kept])
