@@ -119,7 +119,8 @@ class SignalBuffer:
         """Waiting notices, with such numbers."""
         self._added = 0
         """Number of events that were added."""
-        self._waiting = 0
+        self.waiting = 0
+        """Bytes that were not sent yet."""
         self._lossy: dict[WatchedRequest, None] = {}
         """Requests with dropped positions that are to be reported next."""
         self._unannounced: set[WatchedRequest] = set()
@@ -132,11 +133,6 @@ class SignalBuffer:
     def __len__(self) -> int:
         """Number of events."""
         return len(self._steps) + len(self._notices) + len(self._lossy)
-
-    @property
-    def waiting(self) -> int:
-        """Bytes that were not sent yet."""
-        return self._waiting
 
     @property
     def bytes(self) -> int:
@@ -184,7 +180,7 @@ class SignalBuffer:
         self._head = self._head_event = None
         if event is None:
             return
-        self._waiting -= event.weight
+        self.waiting -= event.weight
         if isinstance(event, Notice):
             self._notices.popleft()
             if event.begins is not None:
@@ -202,7 +198,7 @@ class SignalBuffer:
         self._notices.clear()
         self._lossy.clear()
         self._unannounced.clear()
-        self._waiting = 0
+        self.waiting = 0
         self._head = self._head_event = None
 
     def close(self) -> None:
@@ -213,15 +209,15 @@ class SignalBuffer:
 
     def _add(self, weight: int) -> None:
         self._added += 1
-        self._waiting += weight
+        self.waiting += weight
         self._make_room()
         self.news.set()
 
     def _make_room(self) -> None:
         """Drops the oldest steps until the other events fit."""
-        while self._waiting + self.kept > self.limit and self._steps:
+        while self.waiting + self.kept > self.limit and self._steps:
             self._drop()
-        if self._waiting > self.limit:
+        if self.waiting > self.limit:
             self._on_full(
                 CaptureOverflow(
                     f"{len(self._notices)} beginnings and ends of requests wait to be read: read "
@@ -233,7 +229,7 @@ class SignalBuffer:
         _, step = self._steps.popleft()
         if step is self._head_event:
             self._head = self._head_event = None
-        self._waiting -= step.weight
+        self.waiting -= step.weight
         for watched, sample, first, count in zip(
             step.watched, step.samples, step.firsts, step.counts, strict=True
         ):
