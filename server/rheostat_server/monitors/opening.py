@@ -143,10 +143,7 @@ def _resolve(
                 field=f"open.rules[{number}].stop.all_samples",
             )
     templates = tuple(_template(probe) for probe in probes.values())
-    selectors = tuple(
-        PreparedSelector(probe.where) if probe.HasField("where") else None
-        for probe in opened.probes
-    )
+    selectors = tuple(map(_selector, opened.probes))
     ops = {(intervention.rule, intervention.index): intervention.op for intervention in steered}
     return (
         WatchedReadings(
@@ -155,12 +152,7 @@ def _resolve(
             tuple(opened.rules),
             tuple(
                 tuple(
-                    Steered(
-                        ops[rule.name, index],
-                        PreparedSelector(intervention.where)
-                        if intervention.HasField("where")
-                        else None,
-                    )
+                    Steered(ops[rule.name, index], _selector(intervention))
                     for index, intervention in enumerate(rule.steer.interventions)
                 )
                 for rule in opened.rules
@@ -179,6 +171,11 @@ def _check_steered(steered: Sequence[Intervention]) -> None:
         total += len(intervention.op.sites)
         what = "sites of all interventions of the rules of a watch"
         validation.check_count(total, WATCH_STEERED_SITES, intervention.op.path, what)
+
+
+def _selector(part: gate_pb2.Probe | steering_pb2.Intervention) -> PreparedSelector | None:
+    """The selector of a probe or an intervention; None if it has none."""
+    return PreparedSelector(part.where) if part.HasField("where") else None
 
 
 def _template(probe: Probe) -> Probe:
