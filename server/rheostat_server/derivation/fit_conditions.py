@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import chain
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -83,15 +83,21 @@ Wire = TypeVar("Wire", bound=int)
 Own = TypeVar("Own")
 
 
+class _Given(NamedTuple):
+    """A vector that the request gives."""
+
+    found: FoundVector
+    rows: Mapping[int, int]
+    """By layer, its row."""
+
+
 @dataclass(frozen=True, slots=True)
 class _CheckedRequest:
     request: steering_service_pb2.FitConditionsRequest
     reading: Reading
     scores: tuple[Score, ...]
     made: tuple[Made, ...]
-    given: tuple[FoundVector, ...]
-    given_rows: tuple[Mapping[int, int], ...]
-    """By layer, the row of each given vector."""
+    given: tuple[_Given, ...]
     normalises: tuple[Normalise, ...]
     width: int
 
@@ -119,10 +125,7 @@ class _CheckedRequest:
 
     def given_at(self, site: Site) -> tuple[FloatArray, ...]:
         """The rows of the given vectors at a site, [width] each."""
-        return tuple(
-            _row(found.vector, rows[site.layer])
-            for found, rows in zip(self.given, self.given_rows, strict=True)
-        )
+        return tuple(_row(given.found.vector, given.rows[site.layer]) for given in self.given)
 
 
 class _PromptRows(Rows):
@@ -211,7 +214,7 @@ def _check(
     check_label(request.name, request.description, "")
     where = check_prompt_selector(request.where) if request.HasField("where") else EVERY_TOKEN
     reading = Reading(request.sites, selection.sites, where, request.lora_name)
-    given, given_rows = _given(request.vectors, selection.layers, manager)
+    given = _given(request.vectors, selection.layers, manager)
     every_direction = () if given else tuple(_MADE.values())
     made = _chosen(request.directions, _MADE, _pb.FitDirection.values(), "directions", "")
     normalises = _normalises(request.normalises) or _EVERY_NORMALISE
@@ -221,7 +224,6 @@ def _check(
         _scores(request, normalises),
         made or every_direction,
         given,
-        given_rows,
         normalises,
         manager.sites.width,
     )
@@ -289,19 +291,23 @@ def _normalises(values: Sequence[vector_pb2.Normalise.ValueType]) -> tuple[Norma
 
 def _given(
     refs: Sequence[vector_pb2.VectorRef], layers: Sequence[int], manager: RequestManager
-) -> tuple[tuple[FoundVector, ...], tuple[Mapping[int, int], ...]]:
-    """The given vectors, and for each the row of each layer."""
+) -> tuple[_Given, ...]:
+    """The given vectors.
+
+    Raises:
+        RheostatError: there are too many, or one is not found, or has a row of zeros.
+    """
     validation.check_count(len(refs), DIRECTIONS, "vectors", "vectors")
     vectors = [
         find_vector(ref, manager.store.view(), manager.sites, f"vectors[{index}]")
         for index, ref in enumerate(refs)
     ]
-    rows = [rows_by_layer(vector, layers) for vector in vectors]
-    for vector, by_layer in zip(vectors, rows, strict=True):
-        for row in sorted(set(by_layer.values())):
-            if vector.vector.peaks[row] == 0:
-                raise ZeroVector(f"row {row} is zero and has no direction", field=vector.path)
-    return tuple(vectors), tuple(rows)
+    given = tuple(_Given(vector, rows_by_layer(vector, layers)) for vector in vectors)
+    for found, rows in given:
+        for row in sorted(set(rows.values())):
+            if found.vector.peaks[row] == 0:
+                raise ZeroVector(f"row {row} is zero and has no direction", field=found.path)
+    return given
 
 
 def _row(vector: Vector, row: int) -> FloatArray:
@@ -353,9 +359,8 @@ async def _store(
         )
         layers = [site.layer]
     else:
-        given = fit.direction - len(checked.made)
-        vector, rows = checked.given[given].vector, checked.given_rows[given]
-        layers = list(checked.given[given].row_layers or sorted(rows))
+        found, rows = checked.given[fit.direction - len(checked.made)]
+        vector, layers = found.vector, list(found.row_layers or sorted(rows))
         if vector.rows > 1:
             ref.row_layers.layers.extend(layers)
     ref.digest = vector.digest
@@ -365,12 +370,10 @@ async def _store(
     await store_vector(vector, request.name, request.description, sites, manager)
     if not request.HasField("where") and fit.score is Score.LAST:
         where = LAST_TOKEN  # fewer tokens of a cached prompt are computed again
-    wired = to_wire(site)
+    read_at = types_pb2.LayerList(layers=[site.layer])
     probe = gate_pb2.Probe(
         name=PROBE_NAME,
-        sites=types_pb2.SiteSet(
-            points=[wired.point], list=types_pb2.LayerList(layers=[wired.layer])
-        ),
+        sites=types_pb2.SiteSet(points=sites.points, list=read_at),
         read=vector_pb2.Readout(vector=ref, normalise=_WIRE_NORMALISES[fit.normalise]),
         where=where,
         rows=_wire_rows(fit),
