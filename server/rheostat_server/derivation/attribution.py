@@ -8,18 +8,8 @@ added. The logit itself comes from the model's own head, and what the sum leaves
 import numpy as np
 
 from rheostat_engine import Point, Site
-from rheostat_server.derivation.lens import (
-    PromptRows,
-    raw_tensor,
-    refuse_without_lens,
-)
-from rheostat_server.derivation.prompt_rows import (
-    LAST_TOKEN,
-    Reading,
-    check_finite,
-    check_prompt,
-    read_rows,
-)
+from rheostat_server.derivation.lens import raw_tensor, refuse_without_lens, rows_of_prompt
+from rheostat_server.derivation.prompt_rows import LAST_TOKEN, Reading, check_prompt
 from rheostat_server.errors import NotSupported
 from rheostat_server.requests.manager import RequestManager
 from rheostat_server.selectors.sites import resolve_sites, to_wire
@@ -57,10 +47,8 @@ async def attribute(
     every = types_pb2.SiteSet(points=_POINTS, all=types_pb2.AllLayers())
     selection = resolve_sites(every, manager.sites, "")
     reading = Reading(every, selection.sites, LAST_TOKEN, request.lora_name, request.steering)
-    rows = PromptRows(selection.sites, manager.sites.width)
-    await read_rows(request.prompt, "prompt", reading, manager, rows)
-    check_finite(rows.rows, selection.sites, "prompt")
-    by_site = dict(zip(selection.sites, rows.rows[:, 0].astype(np.float64), strict=True))
+    rows = await rows_of_prompt(request.prompt, reading, manager)
+    by_site = dict(zip(rows.sites, rows.values[:, 0].astype(np.float64), strict=True))
     last = by_site[Site(Point.RESID_POST, manager.sites.num_layers - 1)]
     read = await manager.backend.lens(last[None].astype(np.float32), 0, tokens)
     directions = await manager.backend.directions(tokens)
@@ -83,5 +71,5 @@ async def attribute(
         logit=logit,
         remainder=logit - bias - float(contributions.sum()),
         scale=scale,
-        prompt_token_ids=types_pb2.TokenIds(ids=rows.token_ids),
+        prompt_token_ids=types_pb2.TokenIds(ids=rows.prompt_token_ids),
     )

@@ -64,7 +64,7 @@ _TEXT_BYTES = 128
 """Bytes that `offload` counts for the text of a token."""
 
 
-class PromptRows(Rows):
+class _PromptRows(Rows):
     """Whole rows of a prompt, as they arrive."""
 
     def __init__(self, sites: Sequence[Site], width: int) -> None:
@@ -98,7 +98,7 @@ class PromptRows(Rows):
 
 
 @dataclass(frozen=True, slots=True)
-class _LensRows:
+class LensRows:
     """The rows that a lens reads."""
 
     sites: tuple[Site, ...]
@@ -137,7 +137,7 @@ class Lenses:
             if checked.reading is None:
                 rows = await _rows_of_run(request, manager)
             else:
-                rows = await _rows_of_prompt(request.prompt, checked.reading, manager)
+                rows = await rows_of_prompt(request.prompt, checked.reading, manager)
             started = _pb.LensStarted(sites=map(to_wire, rows.sites))
             add_runs(started.positions.add, rows.spans)
             started.prompt_token_ids.ids.extend(rows.prompt_token_ids)
@@ -241,17 +241,21 @@ def _refuse_fields_of_a_prompt(request: lens_service_pb2.LensRequest) -> None:
         )
 
 
-async def _rows_of_prompt(
+async def rows_of_prompt(
     prompt: types_pb2.Prompt, reading: Reading, manager: RequestManager
-) -> _LensRows:
-    """Runs a prompt for its rows."""
-    rows = PromptRows(reading.sites, manager.sites.width)
+) -> LensRows:
+    """Runs a prompt for its rows.
+
+    Raises:
+        RheostatError: the prompt cannot run, or its rows are too many or not finite.
+    """
+    rows = _PromptRows(reading.sites, manager.sites.width)
     await read_rows(prompt, "prompt", reading, manager, rows)
     await asyncio.to_thread(check_finite, rows.rows, reading.sites, "prompt")
-    return _LensRows(reading.sites, rows.spans, rows.token_ids, rows.rows)
+    return LensRows(reading.sites, rows.spans, rows.token_ids, rows.rows)
 
 
-async def _rows_of_run(request: lens_service_pb2.LensRequest, manager: RequestManager) -> _LensRows:
+async def _rows_of_run(request: lens_service_pb2.LensRequest, manager: RequestManager) -> LensRows:
     """Copies rows of a stored run, which is in use meanwhile."""
     run = manager.runs.hold(request.run_id, "run_id")
     try:
@@ -268,14 +272,14 @@ async def _rows_of_run(request: lens_service_pb2.LensRequest, manager: RequestMa
 
 def _copied(
     run: Run, sites: tuple[Site, ...], positions: replace_pb2.PositionList | None
-) -> _LensRows:
+) -> LensRows:
     at = named_rows(run, positions)
     if not len(at):
         raise RunIncomplete(f"the run {run.id} has no rows", field="run_id")
     _check_size(len(sites), len(at), run.width)
     values = widened(run.read([run.index_of(site) for site in sites], at), run.dtype)
     check_finite(values, sites, "run_id")
-    return _LensRows(sites, runs_of(run.positions[at]), run.prompt_token_ids.tolist(), values)
+    return LensRows(sites, runs_of(run.positions[at]), run.prompt_token_ids.tolist(), values)
 
 
 def _check_size(sites: int, positions: int, width: int) -> None:
