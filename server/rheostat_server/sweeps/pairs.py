@@ -130,9 +130,11 @@ async def resolve_pairs(
     _check_ranges(request)
     pairs: list[Pair] = []
     room = _Room(SWEEP_TOKENS, SWEEP_POSITIONS, SWEEP_ROWS)
-    context = _Context(request, grades, manager, room, background)
     for index, message in enumerate(request.pairs):
-        pair = await _pair(context, message, f"pairs[{index}]")
+        path = f"pairs[{index}]"
+        answers = resolve_answers(message, grades, manager.info.vocabulary, path)
+        context = _Context(request, message, path, answers, grades, manager, room, background)
+        pair = await _pair(context)
         if pairs and not request.group_labels and pair.columns != pairs[0].columns:
             raise InvalidValue(
                 "it has other columns than the first pair: name groups of positions, one per "
@@ -243,9 +245,13 @@ class _Room:
 
 
 class _Context(NamedTuple):
-    """Everything that the resolution of a pair needs besides its message."""
+    """Everything that the resolution of a pair needs."""
 
     request: sweep_service_pb2.SweepRequest
+    message: sweep_pb2.SweepPair
+    path: str
+    """The path of the pair."""
+    answers: Answers
     grades: Sequence[Grade]
     manager: RequestManager
     room: _Room
@@ -264,27 +270,25 @@ async def _admit(
     return replace(admitted, background=context.background)
 
 
-async def _pair(context: _Context, message: sweep_pb2.SweepPair, path: str) -> Pair:
-    request = context.request
-    vocabulary = context.manager.info.vocabulary
-    answers = resolve_answers(message, context.grades, vocabulary, path)
-    clean_field = field_path(path, "prompt")
+async def _pair(context: _Context) -> Pair:
+    request, message = context.request, context.message
+    clean_field = field_path(context.path, "prompt")
     if not message.HasField("prompt"):
         raise MissingField("a clean prompt is required", field=clean_field)
     with _naming(clean_field, context.grades):
-        clean = await _admit(context, _run(context, message.prompt, answers), clean_field)
-    corrupt = await _corrupt(context, message, path, answers, clean)
+        clean = await _admit(context, _run(context, message.prompt), clean_field)
+    corrupt = await _corrupt(context, clean)
     tokens = clean.prompt.token_ids
     others = corrupt[0].prompt.token_ids if corrupt else tokens
     return Pair(
         message=message,
-        path=path,
-        answers=answers,
+        path=context.path,
+        answers=context.answers,
         clean=clean,
         corrupt=corrupt,
         into_clean=_into_clean(request, corrupts=bool(corrupt)),
         alignment=_alignment(request, tokens, others),
-        columns=await _columns(context, message, path, clean),
+        columns=await _columns(context, clean),
     )
 
 
@@ -350,31 +354,26 @@ def _changed(pair: Pair) -> range:
     return range(start, end)
 
 
-async def _corrupt(
-    context: _Context,
-    message: sweep_pb2.SweepPair,
-    path: str,
-    answers: Answers,
-    clean: AdmittedRequest,
-) -> tuple[AdmittedRequest, ...]:
+async def _corrupt(context: _Context, clean: AdmittedRequest) -> tuple[AdmittedRequest, ...]:
     """The corrupt versions of a pair's prompt."""
+    message = context.message
     kind = validation.required(
-        message.WhichOneof("corruption"), path, "corrupt, noise, zeros, mean and run_id"
+        message.WhichOneof("corruption"), context.path, "corrupt, noise, zeros, mean and run_id"
     )
-    field = field_path(path, kind)
+    field = field_path(context.path, kind)
     runs: Iterable[generation_service_pb2.GenerateRequest] = ()
     with _naming(field, context.grades):
         match kind:
             case "corrupt":
-                runs = [_run(context, message.corrupt, answers)]
+                runs = [_run(context, message.corrupt)]
             case "noise":
-                runs = _noisy(context, message, clean, answers, field)
+                runs = _noisy(context, clean, field)
             case "run_id":
                 store = context.manager.runs
                 stored = store.hold(validation.matches(message.run_id, RUN_ID, field), field)
                 ids = types_pb2.TokenIds(ids=stored.prompt_token_ids.tolist())
                 store.release(stored)
-                runs = [_run(context, types_pb2.Prompt(token_ids=ids), answers)]
+                runs = [_run(context, types_pb2.Prompt(token_ids=ids))]
         admitted = [await _admit(context, run, field) for run in runs]
     if kind == "noise":
         admitted = [replace(version, prompt=clean.prompt) for version in admitted]
@@ -382,28 +381,24 @@ async def _corrupt(
 
 
 def _noisy(
-    context: _Context,
-    message: sweep_pb2.SweepPair,
-    clean: AdmittedRequest,
-    answers: Answers,
-    path: str,
+    context: _Context, clean: AdmittedRequest, path: str
 ) -> Iterator[generation_service_pb2.GenerateRequest]:
     """The clean prompt with each of a pair's noises."""
-    noise = message.noise
+    noise = context.message.noise
     count = noise.noise_count if noise.HasField("noise_count") else _DEFAULT_NOISES
     if not 1 <= count <= NOISES:
         raise InvalidValue(f"must be 1 to {NOISES}", field=field_path(path, "noise_count"))
     for name in ("noise", "sites", "where"):
         if not noise.HasField(name):
             raise MissingField("is required", field=field_path(path, name))
-    prompt = message.prompt
+    prompt = context.message.prompt
     if not needs_text(noise.where):  # then the prompt need not be tokenised again
         prompt = types_pb2.Prompt(token_ids=types_pb2.TokenIds(ids=clean.prompt.token_ids))
     for number in range(count):
         source = replace_pb2.NoiseSource()
         source.CopyFrom(noise.noise)
         source.seed = (noise.noise.seed + number) % 2**64
-        run = _run(context, prompt, answers)
+        run = _run(context, prompt)
         run.steering.interventions.append(
             steering_pb2.Intervention(
                 sites=noise.sites, where=noise.where, replace=replace_pb2.Replace(noise=source)
@@ -412,9 +407,7 @@ def _noisy(
         yield run
 
 
-def _run(
-    context: _Context, prompt: types_pb2.Prompt, answers: Answers
-) -> generation_service_pb2.GenerateRequest:
+def _run(context: _Context, prompt: types_pb2.Prompt) -> generation_service_pb2.GenerateRequest:
     """The request of a prompt under the sweep's steering.
 
     Its answers are asked for, and the rows that grades need are captured.
@@ -425,15 +418,14 @@ def _run(
         [grade.capture for grade in context.grades if grade.capture is not None],
         lora_name=request.lora_name,
         steering=request.steering if request.HasField("steering") else None,
-        max_tokens=answers.longest,
+        max_tokens=context.answers.longest,
     )
 
 
-async def _columns(
-    context: _Context, message: sweep_pb2.SweepPair, path: str, clean: AdmittedRequest
-) -> tuple[tuple[int, ...], ...]:
+async def _columns(context: _Context, clean: AdmittedRequest) -> tuple[tuple[int, ...], ...]:
     """The positions of each column, in the clean prompt."""
-    request, manager = context.request, context.manager
+    request, message, path = context.request, context.message, context.path
+    manager = context.manager
     if len(message.groups) != len(request.group_labels):
         raise InvalidValue(
             f"{len(message.groups)} groups for {len(request.group_labels)} labels; give each "
