@@ -29,7 +29,6 @@ from rheostat_server.errors import (
 )
 from rheostat_server.requests.manager import RequestManager
 from rheostat_server.sweeps.cells import Replaced, estimate_packing, replacing, with_acts
-from rheostat_server.sweeps.pairs import Pair
 from rheostat_server.sweeps.settings import Settings
 from rheostat_server.sweeps.sources import Source
 from rheostat_server.tasks.offload import offload_plan
@@ -68,25 +67,20 @@ class CellRequests:
     """Makes the requests of the cells of one sweep."""
 
     def __init__(
-        self,
-        settings: Settings,
-        pairs: Sequence[Pair],
-        sources: Sequence[Sequence[Source]],
-        manager: RequestManager,
+        self, settings: Settings, sources: Sequence[Sequence[Source]], manager: RequestManager
     ) -> None:
         """No request is made yet.
 
         Args:
             settings: the sweep's settings.
-            pairs: its pairs.
             sources: for each pair and noise, where rows come from; a live view.
             manager: will run the requests.
         """
         self._settings = settings
-        self._pairs = pairs
+        self._pairs = settings.pairs
         self._sources = sources
         self._manager = manager
-        prompts = sum(len(pair.bases) for pair in pairs)
+        prompts = sum(len(pair.bases) for pair in settings.pairs)
         capacity = manager.sites.capacity
         held = min(capacity.bank_rows, capacity.steps, capacity.slots)
         self._rows = min(SMALL_PLAN_COST // 2, held // (_PART * prompts))

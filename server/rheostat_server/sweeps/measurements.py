@@ -57,39 +57,34 @@ class Measured(NamedTuple):
 class Measurements:
     """Asks the prompts of one sweep."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        pairs: Sequence[Pair],
-        runs: HeldRuns,
-        manager: RequestManager,
-    ) -> None:
+    def __init__(self, settings: Settings, runs: HeldRuns, manager: RequestManager) -> None:
         """No pair is prepared.
 
         Args:
             settings: the sweep's settings.
-            pairs: its pairs.
             runs: holds the runs that cells take rows from.
             manager: runs the requests.
         """
         self._settings = settings
-        self._pairs = pairs
+        self._pairs = settings.pairs
         self._runs = runs
         self._manager = manager
         self.starter = RequestStarter(manager, background=settings.background)
         """Starts all requests."""
-        self._sources: list[list[Source]] = [[] for _ in pairs]
+        self._sources: list[list[Source]] = [[] for _ in settings.pairs]
         """For each pair and noise, where rows come from."""
-        self.requests = CellRequests(settings, pairs, self._sources, manager)
+        self.requests = CellRequests(settings, self._sources, manager)
         """Makes the requests of cells."""
-        self.prefetch = Prefetch(settings, pairs, self._sources, manager.worker_vectors)
+        self.prefetch = Prefetch(settings, self._sources, manager.worker_vectors)
         """Loads the rows of cells that will be asked soon."""
-        self._references: list[FloatArray | None] = [None] * len(pairs)
+        self._references: list[FloatArray | None] = [None] * len(settings.pairs)
         """The last row [1, W] of each clean prompt, if a grade compares distributions."""
         self._divergences = Divergences(manager)
         self._reads_rows = any(grade.capture is not None for grade in settings.grades)
         """Whether a grade needs captured rows."""
-        self._most_together = min(self.requests.most_together, _most_capturing(pairs, manager))
+        self._most_together = min(
+            self.requests.most_together, _most_capturing(settings.pairs, manager)
+        )
         """The most cells that may share a request while no other request runs."""
         self._unique = uuid.uuid4().hex[:12]
         self.computed = 0

@@ -26,7 +26,6 @@ from rheostat_engine import Site
 from rheostat_server.engine.worker_vectors import WorkerVectorCache
 from rheostat_server.errors import RheostatError
 from rheostat_server.limits import CALL_BYTES
-from rheostat_server.sweeps.pairs import Pair
 from rheostat_server.sweeps.settings import Settings
 from rheostat_server.sweeps.sources import Source
 from rheostat_server.vectors.store import Vector
@@ -45,7 +44,6 @@ class Prefetch:
     def __init__(
         self,
         settings: Settings,
-        pairs: Sequence[Pair],
         sources: Sequence[Sequence[Source]],
         worker_vectors: WorkerVectorCache,
     ) -> None:
@@ -53,12 +51,11 @@ class Prefetch:
 
         Args:
             settings: the sweep's settings.
-            pairs: its pairs.
             sources: for each pair and noise, where rows come from; a live view.
             worker_vectors: loads vectors into the workers.
         """
         self._grid = settings.grid
-        self.site_count = _sites_at_once(settings, sum(len(pair.bases) for pair in pairs))
+        self.site_count = _sites_at_once(settings)
         """The most sites that the starting and the expected cells have at one time. It assumes that
         the client has no cell."""
         self._sources = sources
@@ -147,14 +144,9 @@ class Prefetch:
             await source.make(sites)
 
 
-def _sites_at_once(settings: Settings, prompts: int) -> int:
-    """The most sites of the cells that run first: from the next cell to the last expected one.
-
-    Args:
-        settings: the sweep's settings.
-        prompts: the prompts of a cell.
-    """
-    grid = settings.grid
+def _sites_at_once(settings: Settings) -> int:
+    """The most sites of the cells that run first: from the next cell to the last expected one."""
+    grid, prompts = settings.grid, sum(len(pair.bases) for pair in settings.pairs)
     rows, cells = [*range(len(grid.rows))], grid.cells
     if settings.zoom is not None:
         coarse = settings.zoom.coarse(grid)

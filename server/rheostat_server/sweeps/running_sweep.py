@@ -19,7 +19,6 @@ from rheostat_server.errors.status import to_status
 from rheostat_server.sweeps.cell_requests import CellGroup
 from rheostat_server.sweeps.grid import cell_runs
 from rheostat_server.sweeps.measurements import Measured, Measurements
-from rheostat_server.sweeps.pairs import Pair
 from rheostat_server.sweeps.scores import (
     Scores,
     Values,
@@ -102,15 +101,13 @@ class _Places:
 class RunningSweep:
     """A sweep that runs."""
 
-    def __init__(
-        self, settings: Settings, pairs: Sequence[Pair], measurements: Measurements
-    ) -> None:
+    def __init__(self, settings: Settings, measurements: Measurements) -> None:
         """Makes a sweep that has run nothing."""
         self._settings = settings
-        self._pairs = pairs
+        self._pairs = settings.pairs
         self._measurements = measurements
         self._scores = Scores(settings.done.values, settings.grades)
-        base_counts = [len(pair.bases) for pair in pairs]
+        base_counts = [len(pair.bases) for pair in settings.pairs]
         self._base_counts = base_counts
         """For each pair, the number of its `bases`: the prompts in which cells are run."""
         first = settings.baselines - settings.late_baselines
@@ -118,7 +115,7 @@ class RunningSweep:
         """First baselines that have not answered yet."""
         self._repeats: list[list[list[Values]]] = [[[] for _ in range(n)] for n in base_counts]
         """For each pair and noise, the values of its first baselines."""
-        self._sources: list[list[Values]] = [[] for _ in pairs]
+        self._sources: list[list[Values]] = [[] for _ in settings.pairs]
         """For each pair, the values of the prompts that rows come from."""
         self._early: list[tuple[int, Values]] = []
         """Pairs and values of the late baselines that answered before all first baselines had."""

@@ -1,4 +1,4 @@
-"""The settings of a sweep: everything of its request but the pairs, checked."""
+"""The settings of a sweep: everything of its request, checked."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -36,8 +36,11 @@ _DONE_BYTES = 64
 
 
 class Settings(NamedTuple):
-    """Everything of a request but its pairs."""
+    """Everything of a request."""
 
+    pairs: tuple[Pair, ...]
+    labels: Sequence[str]
+    """The names of the columns."""
     grid: Grid
     grades: tuple[Grade, ...]
     blend: Blend
@@ -57,10 +60,8 @@ class Settings(NamedTuple):
         return self.baselines // 2
 
 
-async def resolve(
-    request: sweep_service_pb2.SweepRequest, manager: RequestManager
-) -> tuple[Settings, tuple[Pair, ...], list[str]]:
-    """The settings, pairs and names of columns of a request.
+async def resolve(request: sweep_service_pb2.SweepRequest, manager: RequestManager) -> Settings:
+    """The settings of a request.
 
     Raises:
         RheostatError: something is invalid.
@@ -99,7 +100,9 @@ async def resolve(
     if request.HasField("zoom"):
         zoom = resolve_zoom(request.zoom, *changing_columns(pairs))
     size = _DONE_BYTES * (len(request.done) + len(request.done_values))
-    settings = Settings(
+    return Settings(
+        pairs,
+        labels,
         grid,
         grades,
         blend,
@@ -111,7 +114,6 @@ async def resolve(
         request.pair_values,
         lease,
     )
-    return settings, pairs, labels
 
 
 def _refuse_divergence(grades: Sequence[Grade], lora: str) -> None:

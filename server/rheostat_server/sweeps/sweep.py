@@ -7,7 +7,7 @@ an error in the place of values. A sweep that ends early leaves no running reque
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from contextlib import aclosing, contextmanager
 from typing import NamedTuple
 
@@ -64,19 +64,13 @@ class Sweeps:
         with self._registered(request) as request_id:
             began = time.monotonic()
             manager.watched.pass_over(request_id, "watches do not read sweeps")
-            settings, pairs, labels = await resolve(request, manager)
+            settings = await resolve(request, manager)
             runs = HeldRuns(manager.runs, settings.lease)
-            sweep = RunningSweep(settings, pairs, Measurements(settings, pairs, runs, manager))
+            sweep = RunningSweep(settings, Measurements(settings, runs, manager))
             kept = False
             try:
-                started = await offload_plan(
-                    _TOKEN_BYTES * sum(pair.token_count for pair in pairs),
-                    _started,
-                    request_id,
-                    settings,
-                    pairs,
-                    labels,
-                )
+                size = _TOKEN_BYTES * sum(pair.token_count for pair in settings.pairs)
+                started = await offload_plan(size, _started, request_id, settings)
                 yield [_pb.SweepResponse(started=started)]
                 async with aclosing(_streamed(sweep.run)) as batches:
                     async for events in batches:
@@ -148,17 +142,15 @@ async def _streamed(
         await asyncio.wait({work})
 
 
-def _started(
-    request_id: str, settings: Settings, pairs: Sequence[Pair], labels: Sequence[str]
-) -> sweep_pb2.SweepStarted:
+def _started(request_id: str, settings: Settings) -> sweep_pb2.SweepStarted:
     grid, zoom = settings.grid, settings.zoom
     coarse = range(grid.cells) if zoom is None else zoom.coarse(grid)
     return sweep_pb2.SweepStarted(
         request_id=request_id,
         cell_count=int((~settings.done.cells[list(coarse)]).sum()),
         rows=[to_wire(row.site) for row in grid.rows],
-        columns=labels,
-        pairs=map(_resolved_pair, pairs),
+        columns=settings.labels,
+        pairs=map(_resolved_pair, settings.pairs),
     )
 
 

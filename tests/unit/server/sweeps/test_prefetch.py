@@ -67,11 +67,15 @@ def prefetch(
 ) -> tuple[Prefetch, ScriptedBackend, WorkerVectorCache]:
     sites = [Site(Point.RESID_POST, layer) for layer in range(8)]
     rows = tuple(Row(at, tuple(sites[at.layer : at.layer + window])) for at in sites)
-    settings = SimpleNamespace(grid=Grid(rows, COLUMNS), concurrency=concurrency, zoom=zoom)
-    pairs = [SimpleNamespace(bases=noises) for noises in sources]
+    settings = SimpleNamespace(
+        pairs=[SimpleNamespace(bases=noises) for noises in sources],
+        grid=Grid(rows, COLUMNS),
+        concurrency=concurrency,
+        zoom=zoom,
+    )
     backend = ScriptedBackend()
     worker_vectors = WorkerVectorCache(backend, capacity)
-    return Prefetch(settings, pairs, sources, worker_vectors), backend, worker_vectors
+    return Prefetch(settings, sources, worker_vectors), backend, worker_vectors
 
 
 def names(*values: float) -> list[str]:
