@@ -4,8 +4,7 @@ The request passes admission, the queue and the engine as a Generate request wit
 run does. So its steering, its run and its errors are the same.
 """
 
-from collections.abc import Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing
 from dataclasses import replace
 
 from rheostat_server.admission.admit import admit
@@ -14,6 +13,7 @@ from rheostat_server.derivation.prompt_rows import (
     check_prompt,
     check_prompt_selector,
     is_stop,
+    renamed_errors,
     request_for,
     selected_rows,
     stopped_error,
@@ -53,7 +53,7 @@ async def capture_run(
         raise MissingField("sites are required", field="sites")
     if message.HasField("where"):
         check_prompt_selector(message.where)
-    with _naming():
+    with renamed_errors(_rename):
         admitted = await admit(_request(message), manager.admission)
         admitted = _all_or_none(admitted, selected_rows(admitted, message.where))
         receipt: receipt_pb2.Receipt | None = None
@@ -100,16 +100,11 @@ def _request(
     return request
 
 
-@contextmanager
-def _naming() -> Iterator[None]:
-    """Makes errors of the request name the fields of the CaptureRun call."""
-    try:
-        yield
-    except RheostatError as error:
-        for begin, instead in _FIELDS:
-            if error.field.startswith(begin):
-                error.field = instead + error.field.removeprefix(begin)
-                break
-        if error.field == "run":
-            error.field = "run_id"
-        raise
+def _rename(error: RheostatError) -> None:
+    """Makes an error of the request name the fields of the CaptureRun call."""
+    for begin, instead in _FIELDS:
+        if error.field.startswith(begin):
+            error.field = instead + error.field.removeprefix(begin)
+            break
+    if error.field == "run":
+        error.field = "run_id"

@@ -4,7 +4,7 @@ Each selected row comes once, or an error names the prompt.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 
@@ -193,7 +193,7 @@ async def read_rows(
     Raises:
         RheostatError: the request cannot run, or has failed.
     """
-    with _naming(path):
+    with renamed_errors(lambda error: _rename(error, path)):
         admitted = await admit(_request(prompt, reading), manager.admission)
         rows.begin(admitted, selected_rows(admitted, reading.where))
         stopped = False
@@ -266,20 +266,29 @@ def selected_rows(admitted: AdmittedRequest, where: selector_pb2.Selector) -> in
 
 
 @contextmanager
-def _naming(path: str) -> Iterator[None]:
-    """Makes errors of a prompt's request name the fields of the call that runs it."""
+def renamed_errors(rename: Callable[[RheostatError], None]) -> Iterator[None]:
+    """Makes errors of a prompt's request name the fields of the call that runs it.
+
+    Args:
+        rename: changes an error. It is then raised.
+    """
     try:
         yield
     except RheostatError as error:
-        field = error.field.removeprefix("captures[0].")
-        if field.startswith(("text", "token_ids", "chat")):
-            error.field = f"{path}.{field}"
-            raise
-        if field == "captures":
-            field = "sites"
-        elif not field.startswith(("where", "sites", "lora_name", "steering", path)):
-            field = path if field else ""
-        error.field = field
-        if field not in ("", path, "lora_name") and not field.startswith("steering"):
-            error.message = f"{path}: {error.message}"
+        rename(error)
         raise
+
+
+def _rename(error: RheostatError, path: str) -> None:
+    """Makes an error of a prompt's request name the prompt, or a field that all prompts share."""
+    field = error.field.removeprefix("captures[0].")
+    if field.startswith(("text", "token_ids", "chat")):
+        error.field = f"{path}.{field}"
+        return
+    if field == "captures":
+        field = "sites"
+    elif not field.startswith(("where", "sites", "lora_name", "steering", path)):
+        field = path if field else ""
+    error.field = field
+    if field not in ("", path, "lora_name") and not field.startswith("steering"):
+        error.message = f"{path}: {error.message}"

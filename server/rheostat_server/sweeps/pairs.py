@@ -6,7 +6,6 @@ Columns are positions of the clean prompt. In the corrupt prompt they are the al
 
 import asyncio
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -14,7 +13,7 @@ from rheostat_engine import Spans
 from rheostat_server import validation
 from rheostat_server.admission.admit import admit
 from rheostat_server.admission.admitted_request import AdmittedRequest
-from rheostat_server.derivation.prompt_rows import request_for
+from rheostat_server.derivation.prompt_rows import renamed_errors, request_for
 from rheostat_server.errors import (
     InvalidPosition,
     InvalidValue,
@@ -275,7 +274,7 @@ async def _pair(context: _Context) -> Pair:
     clean_field = field_path(context.path, "prompt")
     if not message.HasField("prompt"):
         raise MissingField("a clean prompt is required", field=clean_field)
-    with _naming(clean_field, context.grades):
+    with renamed_errors(lambda error: _rename(error, clean_field, context.grades)):
         clean = await _admit(context, _run(context, message.prompt), clean_field)
     corrupt = await _corrupt(context, clean)
     tokens = clean.prompt.token_ids
@@ -362,7 +361,7 @@ async def _corrupt(context: _Context, clean: AdmittedRequest) -> tuple[AdmittedR
     )
     field = field_path(context.path, kind)
     runs: Iterable[generation_service_pb2.GenerateRequest] = ()
-    with _naming(field, context.grades):
+    with renamed_errors(lambda error: _rename(error, field, context.grades)):
         match kind:
             case "corrupt":
                 runs = [_run(context, message.corrupt)]
@@ -472,25 +471,20 @@ def _expanded(spans: Spans) -> tuple[int, ...]:
     return tuple(position for start, end in spans for position in range(start, end))
 
 
-@contextmanager
-def _naming(path: str, grades: Sequence[Grade]) -> Iterator[None]:
-    """Makes errors of a prompt's request name the fields of the sweep."""
+def _rename(error: RheostatError, path: str, grades: Sequence[Grade]) -> None:
+    """Makes an error of a prompt's request name the fields of the sweep."""
     captured = [grade.path for grade in grades if grade.capture is not None]
-    try:
-        yield
-    except RheostatError as error:
-        field = error.field
-        for index, grade_path in enumerate(captured):
-            if field.startswith(prefix := f"captures[{index}]"):
-                error.field = grade_path + field.removeprefix(prefix)
-                error.message = f"{path}: {error.message}"
-                raise
-        if field.startswith(("text", "token_ids", "chat")):
-            error.field = f"{path}.{field}"
-        elif field.startswith("sampling"):
-            error.field = path
-        elif field.startswith("steering") and not path.endswith("noise"):
+    field = error.field
+    for index, grade_path in enumerate(captured):
+        if field.startswith(prefix := f"captures[{index}]"):
+            error.field = grade_path + field.removeprefix(prefix)
             error.message = f"{path}: {error.message}"
-        elif not field.startswith(("lora_name", path)):
-            error.field = path
-        raise
+            return
+    if field.startswith(("text", "token_ids", "chat")):
+        error.field = f"{path}.{field}"
+    elif field.startswith("sampling"):
+        error.field = path
+    elif field.startswith("steering") and not path.endswith("noise"):
+        error.message = f"{path}: {error.message}"
+    elif not field.startswith(("lora_name", path)):
+        error.field = path

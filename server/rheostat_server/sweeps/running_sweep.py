@@ -107,8 +107,7 @@ class RunningSweep:
         self._pairs = settings.pairs
         self._measurements = measurements
         self._scores = Scores(settings.done.values, settings.grades)
-        base_counts = [len(pair.bases) for pair in settings.pairs]
-        self._base_counts = base_counts
+        self._base_counts = base_counts = [len(pair.bases) for pair in settings.pairs]
         """For each pair, the number of its `bases`: the prompts in which cells are run."""
         first = settings.baselines - settings.late_baselines
         self._waiting_baselines = sum(first + count - 1 for count in base_counts)

@@ -8,8 +8,8 @@ Invariant: a row that a source lacks is an error of the cell that needs it. No c
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import aclosing, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -20,6 +20,7 @@ import numpy.typing as npt
 from rheostat_engine import ModelSites, Site, largest_replaced
 from rheostat_server.admission.admit import admit
 from rheostat_server.admission.admitted_request import AdmittedRequest
+from rheostat_server.derivation.prompt_rows import renamed_errors
 from rheostat_server.errors import (
     Defect,
     NonFinite,
@@ -349,7 +350,7 @@ async def sources_of(
     for noise, prompt in enumerate(pair.corrupt if pair.into_clean else (pair.clean,)):
         runs: list[Run] = []
         if wanted:
-            with _naming(pair.path):
+            with renamed_errors(lambda error: _rename(error, pair.path)):
                 request = await _capturing(prompt, f"{name}-{noise}", wanted, grid, held, manager)
                 computed += await starter.run(partial(_capture, request))
             manager.check_not_lost()  # else `held.made` would call missing rows a defect
@@ -431,17 +432,15 @@ async def _capturing(
     # The prompt keeps the steering under which its pair was admitted.
     plan = replace(prompt.unobserved, captures=admitted.unobserved.captures).pack()
     return replace(
-        admitted,
-        interventions=prompt.interventions,
+        prompt,
+        prompt=admitted.prompt,
+        context=admitted.context,
+        sampling=admitted.sampling,
+        captures=admitted.captures,
         observer_captures=(),
         plan=plan,
         unobserved=plan,
-        vectors=prompt.vectors,
-        lora=prompt.lora,
-        server_wide=prompt.server_wide,
-        signals=prompt.signals,
-        read_count=prompt.read_count,
-        background=prompt.background,
+        work=admitted.work,
     )
 
 
@@ -461,14 +460,9 @@ async def _capture(request: AdmittedRequest, request_id: str, manager: RequestMa
     return computed
 
 
-@contextmanager
-def _naming(path: str) -> Iterator[None]:
-    """Makes errors of captures name the pair."""
-    try:
-        yield
-    except RheostatError as error:
-        if error.field.startswith(("steering", "lora_name")):
-            error.message = f"{path}: {error.message}"
-        else:
-            error.field = path
-        raise
+def _rename(error: RheostatError, path: str) -> None:
+    """Makes an error of a capture name the pair."""
+    if error.field.startswith(("steering", "lora_name")):
+        error.message = f"{path}: {error.message}"
+    else:
+        error.field = path
