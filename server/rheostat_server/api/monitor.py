@@ -34,14 +34,7 @@ class MonitorService(monitor_service_pb2_grpc.MonitorServiceServicer):
             if opening is not None:
                 raise gone_with_its_server(opening.resume.watch_id) from None
             raise
-        answers = watch(
-            request_iterator,
-            manager.watches,
-            manager.watched.stop,
-            manager.watched.steer,
-            manager.watched.send_gains,
-            manager.watched.announce_running,
-        )
+        answers = watch(request_iterator, manager.watches, manager.watched)
         async with aclosing(answers) as responses:
             async for response in responses:
                 yield response

@@ -122,14 +122,14 @@ class Clock:
         self.iteration = 0
         self.made: Counter[int] = Counter()
         """Changes, by iteration of the event loop."""
-        steer = call._steer
+        steer = call._Changes._steer
 
-        def counted(steers: object, release: object, found: Watch, message: object) -> None:
+        def counted(changes: object, release: object, found: Watch, message: object) -> None:
             self.made[self.iteration] += 1
-            steer(steers, release, found, message)
+            steer(changes, release, found, message)
 
         self._cost = cost
-        monkeypatch.setattr(call, "_steer", counted)
+        monkeypatch.setattr(call._Changes, "_steer", counted)
         self._count_iteration()
 
     def __call__(self) -> float:
@@ -197,9 +197,8 @@ async def test_changes_that_wait_for_their_turn_when_the_call_ends_keep_no_memor
         await asyncio.Event().wait()
 
     steers = [gain(1, 0.5), gain(2, 0.5)]
-    changing = asyncio.create_task(
-        call._steer_all(lambda *_: True, release, never, cast(Watch, None), steers, lambda: True)
-    )
+    changes = call._Changes(cast(call.Requests, None), lambda: release, never)
+    changing = asyncio.create_task(changes._steer_all(cast(Watch, None), steers, lambda: True))
     await asyncio.sleep(0)
     assert not released
     changing.cancel()
