@@ -11,7 +11,7 @@ from rheostat_server.errors import InvalidValue, QueueFull, WatchLost
 from rheostat_server.limits import RETRY_SECONDS
 from rheostat_server.monitors.readings import WatchedReadings
 from rheostat_server.monitors.signal_buffer import SignalBuffer, SignalMessage, Step, WatchedRequest
-from rheostat_server.monitors.summaries import Summaries, Summary
+from rheostat_server.monitors.summaries import Float32, Int64, Summaries, Summary
 from rheostat_server.subscriptions.event_stream import EventStream, Outgoing
 from rheostat_server.subscriptions.observed import ObservedRequests
 from rheostat_server.subscriptions.pending_changes import MissedRequest
@@ -29,7 +29,9 @@ MESSAGE_FIRINGS = 2048
 _LARGE_STEP_BYTES = 2 << 20
 """Twice the size of the most readings that workers send together: 1,024 rows of 256 numbers."""
 
-_NONE_FIRED: npt.NDArray[np.int64] = np.zeros((0, 2), np.int64)
+_NONE_FIRED: Int64 = np.zeros((0, 2), np.int64)
+
+_Bools: TypeAlias = npt.NDArray[np.bool_]
 
 FinishReason: TypeAlias = types_pb2.FinishReason.ValueType
 
@@ -41,7 +43,7 @@ class WatchedSamples(NamedTuple):
     """Their requests."""
     samples: list[int]
     """Their numbers in the requests."""
-    slots: npt.NDArray[np.int64]
+    slots: Int64
     """Their slots in the summaries."""
 
     @classmethod
@@ -198,10 +200,10 @@ class Watch(EventStream[SignalMessage]):
     def add(
         self,
         samples: WatchedSamples,
-        firsts: npt.NDArray[np.int64],
-        counts: npt.NDArray[np.int64],
-        values: npt.NDArray[np.float32],
-        fired: npt.NDArray[np.bool_] | None,
+        firsts: Int64,
+        counts: Int64,
+        values: Float32,
+        fired: _Bools | None,
     ) -> None:
         """Adds the readings of a step.
 
@@ -245,12 +247,10 @@ class Watch(EventStream[SignalMessage]):
             step = _step(samples, owners[part], positions[part], values[part], firings)
             self.buffer.add_step(step)
 
-    def _kept(
-        self, values: npt.NDArray[np.float32], fired: npt.NDArray[np.bool_] | None
-    ) -> npt.NDArray[np.bool_] | None:
+    def _kept(self, values: Float32, fired: _Bools | None) -> _Bools | None:
         """[rows]: whether a row is reported; None: all are."""
         if self.settings.report == _pb.WATCH_REPORT_FIRED:
-            kept: npt.NDArray[np.bool_] = np.zeros(len(values), np.bool_)
+            kept: _Bools = np.zeros(len(values), np.bool_)
         else:
             unread = np.isnan(values)
             if not unread.any():
@@ -382,11 +382,7 @@ def lost_watch_error(name: str, requests: ObservedRequests) -> WatchLost:
 
 
 def _step(
-    samples: WatchedSamples,
-    owners: npt.NDArray[np.int64],
-    positions: npt.NDArray[np.int64],
-    values: npt.NDArray[np.float32],
-    firings: npt.NDArray[np.int64],
+    samples: WatchedSamples, owners: Int64, positions: Int64, values: Float32, firings: Int64
 ) -> Step:
     """The readings of some positions, with one entry for each run of positions of a sample.
 
