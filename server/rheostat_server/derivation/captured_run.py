@@ -22,12 +22,7 @@ from rheostat_server.errors import Defect, Draining, MissingField, RheostatError
 from rheostat_server.generation.responses import run
 from rheostat_server.generation.sample import Response
 from rheostat_server.requests.manager import RequestManager
-from rheostat_wire.v1 import (
-    capture_pb2,
-    generation_service_pb2,
-    receipt_pb2,
-    run_service_pb2,
-)
+from rheostat_wire.v1 import capture_pb2, generation_service_pb2, receipt_pb2, run_service_pb2
 
 _FIELDS = (
     ("captures[0].run.", ""),

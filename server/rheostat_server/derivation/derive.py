@@ -19,11 +19,7 @@ from rheostat_server.derivation.prompt_rows import (
     check_prompt_selector,
     stream_sites,
 )
-from rheostat_server.derivation.prompt_runner import (
-    PromptRunner,
-    check_prompts,
-    check_size,
-)
+from rheostat_server.derivation.prompt_runner import PromptRunner, check_prompts, check_size
 from rheostat_server.errors import InvalidValue, RheostatError, StoreFull
 from rheostat_server.requests.manager import RequestManager
 from rheostat_server.selectors.sites import to_wire

@@ -27,17 +27,8 @@ from rheostat_server.derivation.prompt_rows import (
     read_rows,
     stream_sites,
 )
-from rheostat_server.derivation.prompt_runner import (
-    PromptRunner,
-    check_prompts,
-    check_size,
-)
-from rheostat_server.errors import (
-    InvalidValue,
-    NoContrast,
-    NotSupported,
-    ZeroVector,
-)
+from rheostat_server.derivation.prompt_runner import PromptRunner, check_prompts, check_size
+from rheostat_server.errors import InvalidValue, NoContrast, NotSupported, ZeroVector
 from rheostat_server.limits import DIRECTIONS, FIT_CHOICES, FITTED_COMPONENTS
 from rheostat_server.requests.manager import RequestManager
 from rheostat_server.selectors.sites import refuse_double_names, to_wire
@@ -48,13 +39,7 @@ from rheostat_server.vectors.store import Vector, make_vector
 from rheostat_server.vectors.token_directions import with_directions
 from rheostat_server.vectors.upload import check_label
 from rheostat_wire.dtypes import FloatArray
-from rheostat_wire.v1 import (
-    capture_pb2,
-    gate_pb2,
-    steering_service_pb2,
-    types_pb2,
-    vector_pb2,
-)
+from rheostat_wire.v1 import capture_pb2, gate_pb2, steering_service_pb2, types_pb2, vector_pb2
 
 _pb = steering_service_pb2
 

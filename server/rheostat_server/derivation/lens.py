@@ -30,12 +30,7 @@ from rheostat_server.derivation.prompt_rows import (
     stream_sites,
 )
 from rheostat_server.engine.backend import LensReading
-from rheostat_server.errors import (
-    InvalidValue,
-    NotSupported,
-    QueueFull,
-    RunIncomplete,
-)
+from rheostat_server.errors import InvalidValue, NotSupported, QueueFull, RunIncomplete
 from rheostat_server.limits import (
     ALL_LENS_BYTES,
     LENS_BYTES,

@@ -5,12 +5,7 @@ from contextlib import aclosing, contextmanager
 from typing import Protocol
 
 from rheostat_server import validation
-from rheostat_server.errors import (
-    MissingField,
-    NotSupported,
-    RequestNotFound,
-    RheostatError,
-)
+from rheostat_server.errors import MissingField, NotSupported, RequestNotFound, RheostatError
 from rheostat_server.errors.status import to_status
 from rheostat_server.limits import BATCH_EVENTS, LABEL_VALUE_BYTES
 from rheostat_server.monitors.registry import Watches

@@ -21,12 +21,7 @@ from rheostat_server.selectors.selection import SelectionContext
 from rheostat_server.steering.controlled import CONTROLLED
 from rheostat_server.steering.interventions import Intervention
 from rheostat_server.steering.probes import Probe
-from rheostat_server.steering.rules import (
-    Rule,
-    SignalPlan,
-    refuse_gained_sums,
-    with_rule_gains,
-)
+from rheostat_server.steering.rules import Rule, SignalPlan, refuse_gained_sums, with_rule_gains
 from rheostat_wire.v1 import monitor_service_pb2
 
 _FRAGMENTED = "the watch's selectors are too fragmented in this request: use fewer, longer ranges"

@@ -11,12 +11,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from typing import NamedTuple
 
 from rheostat_server.engine.worker_vectors import WorkerVectorCache
-from rheostat_server.errors import (
-    InvalidValue,
-    QueueFull,
-    Resource,
-    WatchNotFound,
-)
+from rheostat_server.errors import InvalidValue, QueueFull, Resource, WatchNotFound
 from rheostat_server.limits import MIB, RETRY_SECONDS, SUBSCRIPTIONS
 from rheostat_server.monitors.opening import WatchContext, check_opening
 from rheostat_server.monitors.watch import Watch, lost_watch_error

@@ -15,13 +15,7 @@ from rheostat_engine import ModelSites, Site
 from rheostat_server import validation
 from rheostat_server.derivation.prompt_rows import stream_sites
 from rheostat_server.errors import InvalidValue, NonFinite
-from rheostat_server.limits import (
-    DONE_RUNS,
-    SWEEP_CELLS,
-    SWEEP_REQUESTS,
-    SWEEP_VALUES,
-    ZOOM_PEAKS,
-)
+from rheostat_server.limits import DONE_RUNS, SWEEP_CELLS, SWEEP_REQUESTS, SWEEP_VALUES, ZOOM_PEAKS
 from rheostat_server.selectors.spans import runs
 from rheostat_wire.v1 import sweep_pb2, sweep_service_pb2
 

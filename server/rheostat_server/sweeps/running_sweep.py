@@ -19,12 +19,7 @@ from rheostat_server.errors.status import to_status
 from rheostat_server.sweeps.cell_requests import CellGroup
 from rheostat_server.sweeps.grid import cell_runs
 from rheostat_server.sweeps.measurements import Measured, Measurements
-from rheostat_server.sweeps.scores import (
-    Scores,
-    Values,
-    check_contrast,
-    pair_scale,
-)
+from rheostat_server.sweeps.scores import Scores, Values, check_contrast, pair_scale
 from rheostat_server.sweeps.settings import Settings
 from rheostat_server.tasks.tracebacks import drop_tracebacks
 from rheostat_wire.v1 import sweep_pb2, sweep_service_pb2, tensor_pb2
