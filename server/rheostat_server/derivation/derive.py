@@ -107,11 +107,8 @@ def _check(
         check_prompt_selector(request.where) if request.HasField("where") else LAST_TOKEN,
         request.lora_name,
     )
-    shape = (
-        len(selection.sites),
-        len(request.positive) + len(request.negative),
-        manager.sites.width,
-    )
+    prompts = len(request.positive) + len(request.negative)
+    shape = len(selection.sites), prompts, manager.sites.width
     checked = _CheckedRequest(
         request, reading, selection.layers, _method(request), _names(request), shape
     )
