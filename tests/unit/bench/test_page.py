@@ -398,3 +398,24 @@ def test_what_rules_withheld_is_that_of_the_files(name: str) -> None:
     figures = [counts["finish: watch"], found["withheld_tokens"], *found.get("engine", {}).values()]
     for figure in figures:
         assert f"{figure:,}" in RELIABILITY
+
+
+def test_the_index_gives_the_figures_of_the_default_steps() -> None:
+    summary = content("h200/sidebyside-qwen3-8b-4096-tokens.json")["summary"]
+    stock = summary["AsyncLLM in process"]
+    server = "this server, 1 front end, "
+    arms = {
+        "idle": f"{server}idle",
+        "all layers steered": f"{server}all layers steered",
+        "one layer captured, in the answer": f"{server}one layer captured, in the answer",
+        "vLLM's OpenAI server, six processes": "vLLM's OpenAI server, 6 processes",
+    }
+    for name, arm in arms.items():
+        cells = []
+        for streams, own in stock.items():
+            share = summary[arm][streams]["tokens_per_s"] / own["tokens_per_s"]
+            later = round(summary[arm][streams]["first_token_ms"] - own["first_token_ms"])
+            cells.append(
+                f"{share:.1%}, {later:+d} ms".replace("%", " %").replace("-", "\N{MINUS SIGN}")
+            )
+        assert f"| {name} | {' | '.join(cells)} |" in PAGES
