@@ -227,10 +227,18 @@ class ArtifactIndex:
     def set_folders(self, tag: str, requests: Iterable[str]) -> None:
         """Replaces the requests of a tag that have their own folder."""
         number = self._tag(tag)
-        self._writer.execute("DELETE FROM requests WHERE tag = ? AND shard = 0", (number,))
+        self._writer.execute("CREATE TEMP TABLE IF NOT EXISTS listed (request TEXT PRIMARY KEY)")
+        self._writer.execute("DELETE FROM listed")
         self._writer.executemany(
-            "INSERT OR IGNORE INTO requests VALUES (?, ?, 0, 0, 0)",
-            ((name, number) for name in requests),
+            "INSERT OR IGNORE INTO listed VALUES (?)", ((name,) for name in requests)
+        )
+        self._writer.execute(
+            "DELETE FROM requests WHERE tag = ? AND shard = 0"
+            " AND request NOT IN (SELECT request FROM listed)",
+            (number,),
+        )
+        self._writer.execute(
+            "INSERT OR IGNORE INTO requests SELECT request, ?, 0, 0, 0 FROM listed", (number,)
         )
 
     def remove_tag(self, tag: str) -> None:
