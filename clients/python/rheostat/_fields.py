@@ -131,12 +131,12 @@ def checks_arguments(
     method: Callable[_Parameters, _Result],
 ) -> Callable[_Parameters, _Result]:
     """Makes a function answer an unknown argument with the name that was probably meant."""
-    names = tuple(signature(method).parameters)
+    names = [name for name in signature(method).parameters if name != "self"]
 
     @wraps(method)
     def checked(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
         unknown = [name for name in kwargs if name not in names]
-        check_arguments(method.__name__, unknown, names[1:])
+        check_arguments(method.__name__, unknown, names)
         return method(*args, **kwargs)
 
     return checked

@@ -161,10 +161,7 @@ class Scratch:
 
 
 class Writer:
-    """Writes to a file, and counts and hashes the bytes.
-
-    It has the file interface of zipfile without `seek`, so zipfile writes sizes after members.
-    """
+    """Writes to a file, and counts and hashes the bytes."""
 
     def __init__(self, file: int) -> None:
         self._file = file
@@ -178,12 +175,6 @@ class Writer:
         self._hash.update(view)
         self.count += len(view)
         return len(view)
-
-    def flush(self) -> None:
-        """Does nothing, because nothing is buffered."""
-
-    def close(self) -> None:
-        """Does nothing, because the caller closes the file."""
 
     @property
     def sha256(self) -> bytes:
@@ -201,7 +192,11 @@ def read_file(name: str, folder: int, offset: int = 0, length: int | None = None
     """`length` bytes of a file from `offset`, or all. Raises OSError, also if it is a link."""
     file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
     try:
-        return os.pread(file, os.fstat(file).st_size if length is None else length, offset)
+        end = os.fstat(file).st_size if length is None else offset + length
+        data = bytearray()
+        while part := os.pread(file, end - offset - len(data), offset + len(data)):
+            data += part
+        return bytes(data)
     finally:
         os.close(file)
 

@@ -105,7 +105,7 @@ def _write_safetensors(
 
 
 def _write_npz(out: Writer, text: str, columns: Sequence[ColumnValues], spool: int | None) -> None:
-    with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as archive:
+    with zipfile.ZipFile(_Unseekable(out), "w", zipfile.ZIP_STORED) as archive:
         with archive.open(zipfile.ZipInfo(f"{TEXT}.npy"), "w") as member:
             np.save(member, np.array(text))
         for values in columns:
@@ -116,3 +116,16 @@ def _write_npz(out: Writer, text: str, columns: Sequence[ColumnValues], spool: i
                 write_array_header_1_0(member, header)  # type: ignore[no-untyped-call]  # untyped
                 for part in values.read(spool):
                     member.write(part)
+
+
+class _Unseekable:
+    """The file interface of zipfile, without `seek`, so zipfile writes sizes after members."""
+
+    def __init__(self, out: Writer) -> None:
+        self.write = out.write
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

@@ -30,10 +30,10 @@ from rheostat_server.sinks.protocol import (
 
 _LOG = logging.getLogger(__name__)
 
-_TARGET_BYTES = 1024
-_ARTIFACT_BYTES = 512
+_ENTRY_BYTES = 512
+"""Approximate memory of a request, of each of its targets and artefacts in `RecentArtifacts`."""
 _SITE_BYTES = 80
-"""Approximate memory of a request's target in `RecentArtifacts`, of an artefact, and of a site."""
+"""Approximate memory of a site of an artefact."""
 
 
 class SinkFailed(RowsLost):
@@ -99,8 +99,9 @@ class RecentArtifacts:
 
 
 def _size(by_target: _ByTarget) -> int:
-    return _TARGET_BYTES * len(by_target) + sum(
-        _ARTIFACT_BYTES + len(artifact.path) + _SITE_BYTES * len(artifact.sites)
+    entries = 1 + len(by_target) if by_target else 0
+    return _ENTRY_BYTES * entries + sum(
+        _ENTRY_BYTES + len(artifact.path) + _SITE_BYTES * len(artifact.sites)
         for artifacts in by_target.values()
         for artifact in artifacts
     )

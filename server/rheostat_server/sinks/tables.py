@@ -37,8 +37,7 @@ class ColumnValues:
     """A column and its values, in memory or in the spool file."""
 
     def __init__(self, table: str, column: Column) -> None:
-        self.name = f"{table}.{column.name}"
-        """As "0.resid_post.3.positions": the name of its table, and its own."""
+        self._table = table
         self.column = column
         self.rows = 0
         self._kind = NUMPY[column.dtype]
@@ -50,6 +49,11 @@ class ColumnValues:
         """Appends values [rows, ...]."""
         self._arrays.append(values)
         self.rows += len(values)
+
+    @property
+    def name(self) -> str:
+        """As "0.resid_post.3.positions": the name of its table, and its own."""
+        return f"{self._table}.{self.column.name}"
 
     @property
     def nbytes(self) -> int:

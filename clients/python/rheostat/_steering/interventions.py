@@ -110,10 +110,10 @@ class Band:
     def to_wire(self, path: str, layers: Layers) -> steering_pb2.Band:
         """The message. Raises InvalidRequest if numbers are out of range."""
         return steering_pb2.Band(
-            read=_read(self.direction, layers, f"{path}.read"),
-            write=_write(self.write, layers, f"{path}.write"),
             min=finite_or_none(self.min, f"{path}.min", "min"),
             max=finite_or_none(self.max, f"{path}.max", "max"),
+            read=_read(self.direction, layers, f"{path}.read"),
+            write=_write(self.write, layers, f"{path}.write"),
             strength=fraction(self.strength, f"{path}.strength", "strength"),
             only_on=flag(self.only_on, f"{path}.only_on", "only_on"),
         )

@@ -107,7 +107,6 @@ class Rule:
             conditions=[condition.to_wire(at) for condition, at in numbered],
             combine=word(self.combine, COMBINES, f"{path}.combine"),
             threshold=finite_or_none(self.threshold, f"{path}.threshold", "threshold"),
-            hold=None if self.hold is None else hold_to_wire(self.hold, f"{path}.hold"),
         )
         match self.then:
             case Observe():
@@ -132,6 +131,8 @@ class Rule:
                     "a rule's action is Observe(), Stop(), Steer(...) or Gain(...), not "
                     f"{type(other).__name__}",
                 )
+        if self.hold is not None:
+            message.hold.CopyFrom(hold_to_wire(self.hold, f"{path}.hold"))
         return message
 
 
