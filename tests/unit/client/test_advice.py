@@ -384,3 +384,14 @@ def test_an_index_for_a_list_of_interventions_is_answered_with_a_list():
 def test_signals_that_nobody_asked_for_are_answered_with_how_to_ask():
     with pytest.raises(KeyError, match="probes= asks for them"):
         rheostat.Signals()["mood"]
+
+
+@pytest.mark.parametrize(
+    ("function", "wrong", "meant"),
+    [(rheostat.inline, "aray", "array"), (rheostat.probe, "vectr", "vector")],
+)
+def test_a_misspelt_required_argument_is_answered_with_it(function, wrong, meant):
+    with pytest.raises(TypeError) as raised:
+        function(**{wrong: 1})
+    name = function.__name__
+    assert str(raised.value) == f"{name}() has no argument {wrong!r}: did you mean {meant!r}?"
