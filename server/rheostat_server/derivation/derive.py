@@ -17,7 +17,7 @@ from rheostat_server.derivation.prompt_rows import (
     LAST_TOKEN,
     Reading,
     check_prompt_selector,
-    stream_sites,
+    sites_of_call,
 )
 from rheostat_server.derivation.prompt_runner import PromptRunner, check_prompts, check_size
 from rheostat_server.errors import InvalidValue, RheostatError, StoreFull
@@ -100,7 +100,7 @@ def _check(
     request: steering_service_pb2.DeriveVectorsRequest, manager: RequestManager
 ) -> _CheckedRequest:
     check_prompts(request)
-    selection = stream_sites(request.sites if request.HasField("sites") else None, manager.sites)
+    selection = sites_of_call(request, manager.sites)
     reading = Reading(
         request.sites,
         selection.sites,

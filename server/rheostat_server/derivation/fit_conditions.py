@@ -25,7 +25,7 @@ from rheostat_server.derivation.prompt_rows import (
     check_finite,
     check_prompt_selector,
     read_rows,
-    stream_sites,
+    sites_of_call,
 )
 from rheostat_server.derivation.prompt_runner import PromptRunner, check_prompts, check_size
 from rheostat_server.errors import InvalidValue, NoContrast, NotSupported, ZeroVector
@@ -136,12 +136,11 @@ class _PromptRows(Rows):
             self._sums[0, indices] += wide.sum(axis=1)
             self._sums[1, indices] += units.sum(axis=1)
 
-    def pooled(self) -> FloatArray:
-        """[kinds of `PooledRows`, sites, width]: the pooled rows. Every site must have a row."""
-        if not self._means:
-            return self._last[None]
-        means = self._sums / self._counts[:, None]
-        return np.stack([self._last, *means.astype(np.float32)])
+    def put(self, pooled: FloatArray) -> None:
+        """Writes the pooled rows, [kinds of `PooledRows`, sites, width]. Every site needs a row."""
+        pooled[0] = self._last
+        if self._means:
+            pooled[1:] = self._sums / self._counts[:, None]
 
 
 async def fit_conditions(
@@ -164,9 +163,9 @@ async def fit_conditions(
         rows = np.empty(shape, np.float32)
 
         async def read(prompt: types_pb2.Prompt, path: str, index: int) -> None:
-            pooled = _PromptRows(sites, shape[-1], means=checked.means)
-            await read_rows(prompt, path, checked.reading, manager, pooled)
-            rows[:, :, index] = pooled.pooled()
+            received = _PromptRows(sites, shape[-1], means=checked.means)
+            await read_rows(prompt, path, checked.reading, manager, received)
+            received.put(rows[:, :, index])
             check_finite(rows[0, :, index], sites, path)
 
         async with aclosing(runner.run(request, read)) as events:
@@ -194,7 +193,7 @@ def _check(
     if manager.info.no_gates:
         raise NotSupported(manager.info.no_gates)
     check_prompts(request)
-    selection = stream_sites(request.sites if request.HasField("sites") else None, manager.sites)
+    selection = sites_of_call(request, manager.sites)
     refuse_double_names(selection, "sites")
     check_label(request.name, request.description, "")
     where = check_prompt_selector(request.where) if request.HasField("where") else EVERY_TOKEN

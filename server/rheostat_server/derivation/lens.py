@@ -27,7 +27,7 @@ from rheostat_server.derivation.prompt_rows import (
     check_prompt,
     check_prompt_selector,
     read_rows,
-    stream_sites,
+    sites_of_call,
 )
 from rheostat_server.engine.backend import LensReading
 from rheostat_server.errors import InvalidValue, NotSupported, QueueFull, RunIncomplete
@@ -219,7 +219,7 @@ def _reading(request: lens_service_pb2.LensRequest, manager: RequestManager) -> 
         )
     return Reading(
         request.sites,
-        stream_sites(request.sites if request.HasField("sites") else None, manager.sites).sites,
+        sites_of_call(request, manager.sites).sites,
         check_prompt_selector(request.where) if request.HasField("where") else LAST_TOKEN,
         request.lora_name,
         request.steering,

@@ -43,8 +43,11 @@ from rheostat_wire.v1 import (
     capture_pb2,
     generation_pb2,
     generation_service_pb2,
+    lens_service_pb2,
     selector_pb2,
     steering_pb2,
+    steering_service_pb2,
+    sweep_service_pb2,
     tensor_pb2,
     types_pb2,
 )
@@ -122,7 +125,7 @@ def check_finite(numbers: npt.NDArray[np.floating], sites: Sequence[Site], path:
     Raises:
         NonFinite: one is not.
     """
-    finite = np.isfinite(numbers).reshape(len(sites), -1).all(axis=1)
+    finite = np.isfinite(numbers).all(axis=tuple(range(1, numbers.ndim)))
     for index in np.flatnonzero(~finite):
         site = sites[index]
         raise NonFinite(f"the stream at {site.point.value} {site.layer} is not finite", field=path)
@@ -137,16 +140,22 @@ def check_prompt(prompt: types_pb2.Prompt, path: str) -> None:
     validation.required(prompt.WhichOneof("prompt"), path, "text, token_ids and chat")
 
 
-def stream_sites(sites: types_pb2.SiteSet | None, model: ModelSites) -> SiteSelection:
-    """The sites that a call names. All are part of the residual stream.
+def sites_of_call(
+    request: steering_service_pb2.DeriveVectorsRequest
+    | steering_service_pb2.FitConditionsRequest
+    | lens_service_pb2.LensRequest
+    | sweep_service_pb2.SweepRequest,
+    model: ModelSites,
+) -> SiteSelection:
+    """The sites that a call names, at the field `sites`. All are part of the residual stream.
 
     Raises:
         InvalidArgument: they are missing or malformed.
         SiteNotServed, NotSupported: the model does not serve one, or it is no part of the stream.
     """
-    if sites is None:
+    if not request.HasField("sites"):
         raise MissingField("sites are required", field="sites")
-    selection = resolve_sites(sites, model, "sites")
+    selection = resolve_sites(request.sites, model, "sites")
     refuse_what_is_no_stream(selection, "sites")
     return selection
 

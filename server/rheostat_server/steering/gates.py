@@ -2,7 +2,7 @@
 
 The engine computes both in the forward pass. Therefore a gate's probes must read at sites before
 all sites at which its interventions act, unless it is decided by the prompt and acts on later
-tokens; see `_check_late`.
+tokens; see `placed_gate`.
 """
 
 import math

@@ -193,9 +193,11 @@ def resolve_steering(
         op = resolve_op(message, OpContext(sites, selection, context, model, vectors, runs), here)
         check_directions(op, [field_path(op.path, where) for where, _ in vector_refs(message)])
         gate = None
-        if probes is not None and rule is not None:
+        if rule is not None:
+            assert probes is not None  # a rule has conditions, which read probes
             gate = placed_gate(rule.gate, rule.message, op.sites, probes, model, context, rule.path)
-        elif probes is not None and message.HasField("gate"):
+        elif message.HasField("gate"):
+            assert probes is not None  # see `_check_gated`
             gate = resolve_gate(message, op.sites, probes, model, context, here)
         found.append(
             Intervention(

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from rheostat_engine import ModelSites, Site
 from rheostat_server import validation
-from rheostat_server.derivation.prompt_rows import stream_sites
+from rheostat_server.derivation.prompt_rows import sites_of_call
 from rheostat_server.errors import InvalidValue, NonFinite
 from rheostat_server.limits import DONE_RUNS, SWEEP_CELLS, SWEEP_REQUESTS, SWEEP_VALUES, ZOOM_PEAKS
 from rheostat_server.selectors.spans import runs
@@ -55,7 +55,7 @@ def resolve_rows(request: sweep_service_pb2.SweepRequest, model: ModelSites) -> 
         InvalidArgument: the sites or the window are malformed.
         SiteNotServed, NotSupported: a site cannot be replaced.
     """
-    selection = stream_sites(request.sites if request.HasField("sites") else None, model)
+    selection = sites_of_call(request, model)
     width = request.layer_window if request.HasField("layer_window") else 1
     if not 1 <= width <= model.num_layers:
         raise InvalidValue(

@@ -198,9 +198,9 @@ class Measurements:
         The readers are new in each attempt, because an attempt that fails may have read some rows.
         """
         grades, samples = self._settings.grades, max(1, len(windows))
-        readers: list[list[RowReader | None]] = [[None] * len(grades)] * samples
         if not self._reads_rows:
-            return await ask(prompt, question, request_id, manager, windows), readers
+            asked = await ask(prompt, question, request_id, manager, windows)
+            return asked, [[None] * len(grades) for _ in range(samples)]
         readers = [[grade.row_reader() for grade in grades] for _ in range(samples)]
         reading = [[reader for reader in own if reader is not None] for own in readers]
         return await ask(prompt, question, request_id, manager, windows, reading), readers
