@@ -6,7 +6,7 @@ A `Forwarder` has gRPC's side. The two exchange records, inside this process or 
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Final, Protocol, TypeVar
+from typing import Final, Protocol
 
 from google.rpc import code_pb2, status_pb2
 
@@ -14,6 +14,7 @@ from rheostat_server.front_ends.call_starts import CallStarts
 from rheostat_server.front_ends.large_messages import ReceivedPieces
 from rheostat_server.front_ends.records import CallBegin, First, Kind, read_count_body
 from rheostat_server.limits import STATUS_SECONDS
+from rheostat_server.tasks.futures import resolve
 from rheostat_wire.message_parts import MessageParts, Payload
 
 _ABANDONED = status_pb2.Status(
@@ -26,8 +27,6 @@ sent first, unless they are long."""
 
 _WINDOW_BYTES = 64 << 10
 """Bytes of these messages, above which `write` waits before it sends the next message."""
-
-T = TypeVar("T")
 
 
 class Send(Protocol):
@@ -230,9 +229,3 @@ class Call:
 
 Answer = Callable[[str, Call], Awaitable[None]]
 """Answers a call to its end. The first argument is the full name of the method."""
-
-
-def resolve(future: "asyncio.Future[T] | None", result: T) -> None:
-    """Sets the result of a future, if there is one and its waiter was not cancelled."""
-    if future is not None and not future.done():
-        future.set_result(result)

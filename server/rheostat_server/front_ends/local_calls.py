@@ -17,8 +17,8 @@ from grpc_health.v1 import health, health_pb2_grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
-from rheostat_server.front_ends.call import resolve
 from rheostat_server.front_ends.core_server import CoreCall, FairLock
+from rheostat_server.tasks.futures import resolve
 from rheostat_server.tasks.kept import keep
 from rheostat_wire.v1 import (
     capture_service_pb2,

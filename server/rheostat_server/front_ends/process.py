@@ -16,13 +16,13 @@ import socket
 from collections.abc import Callable
 
 from rheostat_server.errors import PortInUse
-from rheostat_server.front_ends.call import resolve
 from rheostat_server.front_ends.core_server import FairLock
 from rheostat_server.front_ends.forwarder import Forwarder
 from rheostat_server.front_ends.record_connection import RecordConnection
 from rheostat_server.front_ends.records import Kind, read_seconds_body
 from rheostat_server.front_ends.shared_parts import SharedParts
 from rheostat_server.tasks.allocator import keep_freed_memory
+from rheostat_server.tasks.futures import resolve
 from rheostat_server.tasks.garbage import collect_in_time, collect_rarely
 
 _DIRECT_BYTES = 64 << 10
