@@ -1,4 +1,4 @@
-"""Forwards the calls of a gRPC server to the server that answers them.
+"""Speaks gRPC, and forwards each call as records to the server's event loop, which answers it.
 
 It works in a front end, and in the process of a server without front ends. Two threads run its
 functions, in turn: one handles the events of gRPC, the other those of the event loop, such as

@@ -1,4 +1,6 @@
-"""Makes the requests of a sweep's cells. Cells of neighbouring columns share a request.
+"""Chooses the rows that each cell of a sweep replaces, and which cells share a request.
+
+Cells of neighbouring columns do; `cells` makes the requests.
 
 Why they share
     The cells of a row differ only in the positions at which rows are replaced. If each cell had a

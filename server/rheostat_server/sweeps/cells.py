@@ -1,6 +1,7 @@
-"""Makes requests in which rows are replaced, and asks them the questions of a sweep.
+"""Replaces rows in a request, and runs it for the probabilities of a sweep's questions.
 
-Some grades need rows of the prompt. The first question of the prompt captures them.
+`cell_requests` chooses which rows, and `measurements` makes metrics of the answers. Some grades
+need rows of the prompt. The first question of the prompt captures them.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Asks the prompts of a sweep, unchanged or with the rows of a cell, and computes their metrics.
+"""Runs the prompts of a sweep, unchanged or with the rows of a cell, and computes metrics.
 
 Invariant: if the rows of a cell are missing, the result is an error. The cell is never asked
 without its rows.
