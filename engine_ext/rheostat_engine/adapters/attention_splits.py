@@ -1,11 +1,11 @@
 """Lets FlashAttention 3 choose its splits freely in steps that no full CUDA graph replays.
 
-It may split the keys of a query into parts, and add up their results. A full CUDA graph includes
-attention, so the most parts must be fixed before it is captured. vLLM fixes them, by default to 32,
-in every step with at most as many tokens as the largest CUDA graph. But in a piecewise graph,
-attention runs outside of the graph. There the limit brings nothing, and costs a buffer of 32
-float32 outputs of attention: 2 GiB for 4,096 tokens of 32 heads of 128. vLLM's own graphs have at
-most 512 tokens, but the server's have more.
+It may split the keys of a query into parts (splits), and add up their results. A full CUDA graph
+includes attention, so it needs room for a number of splits that is fixed before it is captured.
+vLLM fixes this number, by default 32, in every step that has no more tokens than the largest CUDA
+graph. But in a step with a piecewise graph, attention runs outside of the graph. There a fixed
+number brings nothing, and costs a buffer of 32 float32 outputs of attention: 2 GiB for 4,096 tokens
+of 32 heads of 128. vLLM's own graphs mostly have at most 512 tokens, but the server's have more.
 """
 
 from itertools import chain
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from vllm.v1.worker.utils import AttentionGroup
 
 
-def limit_splits_in_full_graphs_only(
+def fix_splits_for_full_graphs_only(
     manager: "CudaGraphManager", groups: "list[list[AttentionGroup]]"
 ) -> None:
-    """Fixes the most splits only in steps with at most as many tokens as the largest full graph.
+    """Makes vLLM fix the splits only in steps with no more tokens than the largest full graph.
 
     Args:
         manager: the graphs that are about to be captured.

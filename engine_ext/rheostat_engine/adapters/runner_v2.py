@@ -19,7 +19,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from rheostat_engine.adapters.assembly import Assembled, assemble
-from rheostat_engine.adapters.attention_splits import limit_splits_in_full_graphs_only
+from rheostat_engine.adapters.attention_splits import fix_splits_for_full_graphs_only
 from rheostat_engine.adapters.device_memory import check_device_memory
 from rheostat_engine.adapters.gate_decisions import with_decisions
 from rheostat_engine.adapters.graphs import site_graphs
@@ -61,7 +61,7 @@ class GpuSiteRunner(GPUModelRunner):
     def capture_model(self, *, profile_only: bool = False) -> int:
         """Captures CUDA graphs whose site kernels can be disabled in each step."""
         if self.cudagraph_manager is not None:
-            limit_splits_in_full_graphs_only(self.cudagraph_manager, self.attn_groups)
+            fix_splits_for_full_graphs_only(self.cudagraph_manager, self.attn_groups)
         with site_graphs(self.sites.runtime.buffers.active):
             return super().capture_model(profile_only=profile_only)
 

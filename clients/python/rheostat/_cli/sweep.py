@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import reduce
 from operator import or_
 from pathlib import Path
-from typing import cast, get_args
+from typing import get_args
 
 from rheostat._cli import _grid
 from rheostat._cli._common import (
@@ -259,10 +259,20 @@ def _grade(args: argparse.Namespace) -> str:
 
 def _options(args: argparse.Namespace) -> SweepOptions:
     """The options that are given."""
-    names = ("zoom", "window", "direction", "lora", "keep_runs")
-    options = {"where": args.positions} | {name: getattr(args, name) for name in names}
-    given = {name: value for name, value in options.items() if value is not None}
-    return cast(SweepOptions, given)
+    options = SweepOptions()
+    if args.positions is not None:
+        options["where"] = args.positions
+    if args.zoom is not None:
+        options["zoom"] = args.zoom
+    if args.window is not None:
+        options["window"] = args.window
+    if args.direction is not None:
+        options["direction"] = args.direction
+    if args.lora is not None:
+        options["lora"] = args.lora
+    if args.keep_runs is not None:
+        options["keep_runs"] = args.keep_runs
+    return options
 
 
 def _write(args: argparse.Namespace, result: SweepResult) -> None:
@@ -280,10 +290,6 @@ def _write(args: argparse.Namespace, result: SweepResult) -> None:
 
 def _document(result: SweepResult) -> dict[str, object]:
     """The result for JSON."""
-    names = (
-        *("sites", "columns", "tokens", "top_token_ids", "below_noise", "skipped", "pairs"),
-        *("run_ids", "computed_token_count", "seconds"),
-    )
     grades = [
         {
             "grade": grade,
@@ -295,7 +301,19 @@ def _document(result: SweepResult) -> dict[str, object]:
         }
         for number, grade in enumerate(result.grades)
     ]
-    return {"grades": grades} | {name: getattr(result, name) for name in names}
+    return {
+        "grades": grades,
+        "sites": result.sites,
+        "columns": result.columns,
+        "tokens": result.tokens,
+        "top_token_ids": result.top_token_ids,
+        "below_noise": result.below_noise,
+        "skipped": result.skipped,
+        "pairs": result.pairs,
+        "run_ids": result.run_ids,
+        "computed_token_count": result.computed_token_count,
+        "seconds": result.seconds,
+    }
 
 
 def _print(result: SweepResult) -> None:

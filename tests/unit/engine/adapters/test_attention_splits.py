@@ -1,4 +1,4 @@
-"""Steps in which vLLM fixes how many parts FlashAttention 3 may split keys into."""
+"""Steps in which vLLM fixes into how many parts FlashAttention 3 may split keys."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +10,7 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
-from rheostat_engine.adapters.attention_splits import limit_splits_in_full_graphs_only
+from rheostat_engine.adapters.attention_splits import fix_splits_for_full_graphs_only
 
 FIXED = 32
 """The most parts in a step that a full graph may replay."""
@@ -93,7 +93,7 @@ def test_splits_are_fixed_only_where_a_full_graph_may_replay_the_step(
     groups: Any = [[SimpleNamespace(metadata_builders=[made])], [], [
         SimpleNamespace(metadata_builders=[other])
     ]]  # fmt: skip
-    limit_splits_in_full_graphs_only(manager(monkeypatch, SIZES, samples, mode), groups)
+    fix_splits_for_full_graphs_only(manager(monkeypatch, SIZES, samples, mode), groups)
     for tokens in SIZES:
         assert most_splits(made, tokens) == (FIXED if tokens <= largest else 0)
     assert most_splits(made, largest + 1) == 0
@@ -104,5 +104,5 @@ def test_without_graphs_nothing_is_fixed(monkeypatch: pytest.MonkeyPatch) -> Non
     made = builder(SIZES[-1])
     groups: Any = [[SimpleNamespace(metadata_builders=[made])]]
     none = manager(monkeypatch, SIZES, 64, CUDAGraphMode.NONE)
-    limit_splits_in_full_graphs_only(none, groups)
+    fix_splits_for_full_graphs_only(none, groups)
     assert most_splits(made, 1) == 0

@@ -121,7 +121,7 @@ def test_splits_are_fixed_before_the_graphs_are_captured(
     monkeypatch.setattr(module, "site_graphs", lambda active: nullcontext())
     monkeypatch.setattr(
         module,
-        "limit_splits_in_full_graphs_only",
+        "fix_splits_for_full_graphs_only",
         lambda manager, groups: engine.note(f"splits of {groups} by {manager}"),
     )
 
