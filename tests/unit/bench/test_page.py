@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from rheostat_bench import sidebyside
 from rheostat_bench.tables import statement, tables
 from rheostat_engine.settings import EngineSettings
 
@@ -358,6 +359,9 @@ def test_the_waits_of_the_soak_are_those_of_its_files() -> None:
         "h200/sidebyside-qwen3-8b",
         "h200/sidebyside-qwen3-8b-with-pauses",
         "h200/sidebyside-qwen3-8b-4096-token-graphs",
+        "h200/sidebyside-qwen3-8b-defaults",
+        "h200/sidebyside-qwen3-8b-256-streams-8192-tokens",
+        "h200/sidebyside-qwen3-8b-256-streams-6144-tokens",
         "h200/sidebyside-qwen3-8b-4096-tokens",
         "h200/sidebyside-qwen3-8b-128-streams",
         "h200/sidebyside-qwen3-8b-128-streams-8192-tokens",
@@ -401,20 +405,17 @@ def test_what_rules_withheld_is_that_of_the_files(name: str) -> None:
 
 
 def test_the_index_gives_the_figures_of_the_default_steps() -> None:
-    summary = content("h200/sidebyside-qwen3-8b-4096-tokens.json")["summary"]
-    stock = summary["AsyncLLM in process"]
-    server = "this server, 1 front end, "
-    arms = {
-        "idle": f"{server}idle",
-        "all layers steered": f"{server}all layers steered",
-        "one layer captured, in the answer": f"{server}one layer captured, in the answer",
-        "vLLM's OpenAI server, six processes": "vLLM's OpenAI server, 6 processes",
-    }
-    for name, arm in arms.items():
+    arms = {name: ("defaults", f"this server, 1 front end, {name}") for name in sidebyside.ARMS[:5]}
+    openai = "4096-tokens", "vLLM's OpenAI server, 6 processes"
+    arms["vLLM's OpenAI server, six processes*"] = openai
+    for name, (file, arm) in arms.items():
+        summary = content(f"h200/sidebyside-qwen3-8b-{file}.json")["summary"]
+        stock = summary[sidebyside.STOCK]
         cells = []
-        for streams, own in stock.items():
-            share = summary[arm][streams]["tokens_per_s"] / own["tokens_per_s"]
-            later = round(summary[arm][streams]["first_token_ms"] - own["first_token_ms"])
+        for streams in ("1", "32", "128", "256"):
+            row, own = summary[arm][streams], stock[streams]
+            share = row["tokens_per_s"] / own["tokens_per_s"]
+            later = round(row["first_token_ms"] - own["first_token_ms"])
             cells.append(
                 f"{share:.1%}, {later:+d} ms".replace("%", " %").replace("-", "\N{MINUS SIGN}")
             )
