@@ -274,6 +274,8 @@ def test_a_dose_that_is_no_number_is_refused_as_it_is_written(factor):
     for dose in (lambda: JOY * factor, lambda: factor * JOY, lambda: JOY / factor):
         assert message_of(dose) == f"a dose is a number, not {factor!r}"
     assert message_of(lambda: JOY / 0) == "a dose cannot be divided by 0"
+    for huge in (lambda: JOY * 10**400, lambda: JOY / 10**400):
+        assert message_of(huge) == "the scale is not finite"
 
 
 @pytest.mark.parametrize(("norms", "warns"), [([0, 0], True), ([0, 1], False)])

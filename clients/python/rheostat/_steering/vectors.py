@@ -566,6 +566,8 @@ def _refuse_sum(left: object, sign: str, right: object) -> NoReturn:
 def _factor(number: float) -> float:
     try:
         return float(number)
+    except OverflowError:
+        raise invalid("scale", "the scale is not finite", "REASON_NON_FINITE") from None
     except (TypeError, ValueError):
         raise invalid("scale", f"a dose is a number, not {number!r}") from None
 
