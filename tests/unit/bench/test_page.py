@@ -420,3 +420,19 @@ def test_the_index_gives_the_figures_of_the_default_steps() -> None:
                 f"{share:.1%}, {later:+d} ms".replace("%", " %").replace("-", "\N{MINUS SIGN}")
             )
         assert f"| {name} | {' | '.join(cells)} |" in PAGES
+
+
+def test_why_a_token_takes_longer_is_told_with_the_figures_of_the_file() -> None:
+    summary = content("h200/sidebyside-qwen3-8b-defaults.json")["summary"]
+    rows = [summary[arm]["256"] for arm in (sidebyside.STOCK, "this server, 1 front end, idle")]
+    first, last = (
+        [round(row[name]) for row in rows]
+        for name in ("first_token_of_burst_ms", "last_token_of_burst_ms")
+    )
+    between = [end - begin for begin, end in zip(first, last, strict=True)]
+    for name, (stock, ours) in {"first": first, "last": last}.items():
+        line = f"| until the {name} token | {stock:,} | {ours:,} | {ours - stock:+d} |"
+        assert line.replace("-", "\N{MINUS SIGN}") in PAGES
+    longer = between[1] - between[0]
+    line = f"| between the two | {between[0]:,} | {between[1]:,} | {longer:+d}, which is "
+    assert f"{line}{longer / between[0]:.1%} |".replace("%", " %") in PAGES
