@@ -51,7 +51,7 @@ def check_attached(
 
     Args:
         engine: knows `VECTOR`.
-        plain: what stock vLLM made of the batch.
+        plain: what the same engine made of the batch, idle.
         batch: prompts of one length.
         site: where some are steered, and captured from their start.
         sites: what is asked for while they run.
@@ -94,7 +94,7 @@ def check_attached(
             for i, plan in four.plans.items()
         ]
     )
-    results["attached: requests that are not steered bit-identical to stock"] = each(
+    results["attached: requests that are not steered bit-identical to idle ones"] = each(
         [same(plain[i], late[i]) for i in numbers if i not in four.steered]
     )
     results["attached: steered as if captured from the start"] = each(

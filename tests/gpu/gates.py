@@ -144,7 +144,7 @@ def check_gates(
         results[f"{name}: gated requests bit-identical to the same without a gate"] = each(
             [same(gated[name][at], expected[at]) for at in steered]
         )
-        results[f"{name}: mates bit-identical to stock"] = each(
+        results[f"{name}: mates bit-identical to idle ones"] = each(
             [same(gated[name][at], plain[at]) for at in range(len(batch)) if at % 4]
         )
         if alike is not None:
@@ -231,7 +231,7 @@ def check_signals(
         "signals: readings, worst difference from captured rows": at_most(worst, ROUNDED),
         "signals: tokens at which a gate without acts is wrong": at_most(wrong, 0),
         "signals: tokens at which it is open": at_least(fired, 1),
-        "signals: all requests bit-identical to stock": each(
+        "signals: all requests bit-identical to idle ones": each(
             [same(one, other) for one, other in zip(found, plain, strict=True)]
         ),
     }

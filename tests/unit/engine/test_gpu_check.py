@@ -160,6 +160,25 @@ def test_compiled_starts_may_differ_in_few_requests_and_not_far(
 
 
 @pytest.mark.parametrize(
+    ("differ", "by", "wrong"),
+    [
+        (0, 0.0, []),
+        (6, 0.03, []),
+        (7, 0.03, ["idle requests bit-identical to stock"]),
+        (1, 0.3, ["idle requests and stock: largest difference of a log-probability"]),
+    ],
+)
+def test_an_idle_batch_may_differ_from_stock_in_few_requests_and_not_far(
+    differ: int, by: float, wrong: list[str]
+) -> None:
+    plain = [outcome(-1.0)] * 24
+    lines = starts.compare_with_stock(plain, [outcome(-1.0 - by)] * differ + plain[differ:])
+    assert [name for name, line in lines.items() if not line.ok] == wrong
+    if differ == 1:
+        assert lines["idle requests bit-identical to stock"].value == "23/24, not 0"
+
+
+@pytest.mark.parametrize(
     ("count", "of", "rate"),
     [(0, 1000, 0.002991), (1, 1000, 0.004735), (10, 100, 0.1637), (4, 4, 1.0)],
 )
