@@ -106,7 +106,7 @@ class ServerConfig:
         "processes that speak gRPC with clients; 0: the server's own process does",
         "PROCESSES",
         Bounds(0, 256),
-        "one for every 4 cores, at most 8; 0 on fewer than 8 cores",
+        "1; 0 on fewer than 8 cores",
     )
     """`serve.front_end_count` chooses if it is None."""
     maximum_concurrent_rpcs: int = _flag(

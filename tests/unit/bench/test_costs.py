@@ -56,6 +56,24 @@ def test_the_page_shows_what_functions_cost() -> None:
     assert all(table in PAGES for table in shown)
 
 
+def test_the_page_on_front_ends_shows_what_they_cost() -> None:
+    page = (DOCS.parent / "front-ends.md").read_text()
+    names = ("costs-1-front-end", "costs-4-front-ends")
+    runs = [
+        [json.loads((DOCS / "cpu" / f"{name}{again}.json").read_text()) for again in ("", "-again")]
+        for name in names
+    ]
+    for arm in ("idle", "one layer captured, in the answer"):
+        for workload in ("token", "request"):
+            cells = []
+            for pair in runs:
+                times = [run["arms"][arm][workload]["us"] for run in pair]
+                server = [row["server, main thread"] for row in times]
+                fronts = [sum(us for of, us in row.items() if "front" in of) for row in times]
+                cells += [", ".join(f"{us:.0f}" for us in kind) for kind in (server, fronts)]
+            assert f" | {' | '.join(cells)} |" in page
+
+
 def code(file: str, name: str) -> CodeType:
     return (lambda: None).__code__.replace(co_filename=file, co_name=name, co_qualname=name)
 
