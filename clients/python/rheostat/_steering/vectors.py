@@ -534,10 +534,8 @@ def _agreed(defaults: Iterable[_Default | None], path: str) -> _Default | None:
     """The common default points or layers of vectors; None if no vector has a default."""
     given = [default for default in defaults if default is not None]
     if not _equal(given):
-        raise invalid(
-            path,
-            "the vectors are meant for different sites: give the sites, with .at(points=, layers=)",
-        )
+        advice = "give the sites, with .at(points=, layers=)"
+        raise invalid(path, f"the vectors are meant for different sites: {advice}")
     return given[0] if given else None
 
 
