@@ -369,14 +369,7 @@ class _Details(NamedTuple):
 
     def error(self, kind: type[RheostatError], message: str) -> RheostatError:
         """The error with these details."""
-        return kind(
-            message,
-            reason=self.reason,
-            violations=self.violations,
-            metadata=self.metadata,
-            resource=self.resource,
-            retry_after=self.retry_after,
-        )
+        return kind(message, **self._asdict())
 
     @classmethod
     def of(cls, status: status_pb2.Status) -> _Details:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias, cast
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from rheostat._capture.activations import Activations, Rows, positions_of, read_captured
 from rheostat._errors import DataLoss, ServerError
-from rheostat._fields import counted, read_word
+from rheostat._fields import counted
 from rheostat._points import Site
 from rheostat._responses.receipts import Receipt, read_receipt
 from rheostat._responses.results import (
@@ -23,7 +23,6 @@ from rheostat._responses.results import (
     DroppedRows,
     Event,
     Finished,
-    FinishReason,
     Generation,
     PromptLogprobs,
     Sample,
@@ -32,20 +31,10 @@ from rheostat._responses.results import (
     TokenLogprob,
     TokenLogprobs,
     Tokens,
+    read_finish_reason,
 )
-from rheostat._responses.signals import (
-    SignalColumn,
-    Signals,
-    joined,
-    read_signals,
-    read_table,
-)
-from rheostat_wire.v1 import (
-    capture_pb2,
-    generation_pb2,
-    generation_service_pb2,
-    types_pb2,
-)
+from rheostat._responses.signals import SignalColumn, Signals, joined, read_signals, read_table
+from rheostat_wire.v1 import capture_pb2, generation_pb2, generation_service_pb2
 
 _Response: TypeAlias = (
     generation_service_pb2.GenerateResponse | generation_service_pb2.SessionResponse
@@ -274,10 +263,9 @@ def _read_finished(message: generation_pb2.Finished) -> Finished:
             stop = message.stop_token_id
         case "rule_name":
             stop = message.rule_name
-    reason = read_word(types_pb2.FinishReason.DESCRIPTOR, message.reason, "FINISH_REASON_")
     return Finished(
         sample=message.sample,
-        reason=cast(FinishReason, reason),
+        reason=read_finish_reason(message.reason),
         stop=stop,
         first_token_after=message.first_token_after.ToTimedelta().total_seconds(),
         finished_after=message.finished_after.ToTimedelta().total_seconds(),

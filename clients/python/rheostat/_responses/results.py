@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias, cast
 
 from rheostat._capture.activations import Activations, IntArray, Rows
+from rheostat._fields import read_word
 from rheostat._notebook import passage, table
 from rheostat._responses.receipts import Receipt
 from rheostat._responses.signals import Signals
 from rheostat_wire.dtypes import FloatArray
+from rheostat_wire.v1 import types_pb2
 
 FinishReason: TypeAlias = Literal["stop", "length", "aborted", "rule", "error", "watch"]
 """Why a sample ended: end token or stop text; max_tokens; abort; rule; failure; watch."""
+
+
+def read_finish_reason(number: types_pb2.FinishReason.ValueType) -> FinishReason:
+    reason = read_word(types_pb2.FinishReason.DESCRIPTOR, number, "FINISH_REASON_")
+    return cast(FinishReason, reason)
 
 
 class TokenLogprob(NamedTuple):

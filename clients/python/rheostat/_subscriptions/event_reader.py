@@ -10,17 +10,15 @@ import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
 
 import google_crc32c
 
 from rheostat._capture.activations import positions_of, read_captured_tensor
 from rheostat._capture.encodings import Numbers
 from rheostat._errors import DataLoss, ServerError
-from rheostat._fields import read_word
-from rheostat._responses.results import DroppedRows, FinishReason
+from rheostat._responses.results import DroppedRows, read_finish_reason
 from rheostat._subscriptions.events import Attached, CapturedRows, EndOfRequest, SubscriptionEvent
-from rheostat_wire.v1 import capture_pb2, capture_service_pb2, tensor_pb2, types_pb2
+from rheostat_wire.v1 import capture_pb2, capture_service_pb2, tensor_pb2
 
 
 @dataclass
@@ -112,7 +110,7 @@ class EventReader:
             message.chunk_count,
             message.row_count,
             message.dropped_row_count,
-            tuple(_finish_reason(reason) for reason in message.finish_reasons),
+            tuple(map(read_finish_reason, message.finish_reasons)),
             to_attached(message.attached),
             message.missed_reason,
         )
@@ -138,12 +136,6 @@ def _show_counts(counts: _RequestCounts) -> str:
     return (
         f"{counts.rows} rows in {counts.chunks} chunks with {counts.dropped} dropped and CRC-32C "
         f"{counts.crc32c:08x}"
-    )
-
-
-def _finish_reason(number: types_pb2.FinishReason.ValueType) -> FinishReason:
-    return cast(
-        FinishReason, read_word(types_pb2.FinishReason.DESCRIPTOR, number, "FINISH_REASON_")
     )
 
 

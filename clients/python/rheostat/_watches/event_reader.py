@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
 
 from rheostat._capture.activations import positions_of
 from rheostat._capture.encodings import read_tensor
 from rheostat._errors import DataLoss, ServerError
-from rheostat._fields import counted, read_word
-from rheostat._responses.results import FinishReason
+from rheostat._fields import counted
+from rheostat._responses.results import read_finish_reason
 from rheostat._responses.signals import SignalColumn
 from rheostat._watches.events import (
     SignalsDropped,
@@ -22,7 +21,7 @@ from rheostat._watches.events import (
     WatchedSignals,
     WatchEvent,
 )
-from rheostat_wire.v1 import monitor_service_pb2, types_pb2
+from rheostat_wire.v1 import monitor_service_pb2
 
 _NONE_FIRED = np.zeros((0, 2), np.int64)
 
@@ -124,7 +123,7 @@ class WatchReader:
             message.request_id,
             message.position_count,
             message.dropped_position_count,
-            tuple(_finish_reason(reason) for reason in message.finish_reasons),
+            tuple(map(read_finish_reason, message.finish_reasons)),
             tuple(
                 SignalSummary(
                     summary.sample,
@@ -160,9 +159,3 @@ class WatchReader:
         if watched is None:
             raise ServerError("the server sent an event of a request that it did not announce")
         return watched
-
-
-def _finish_reason(number: types_pb2.FinishReason.ValueType) -> FinishReason:
-    return cast(
-        FinishReason, read_word(types_pb2.FinishReason.DESCRIPTOR, number, "FINISH_REASON_")
-    )
