@@ -199,13 +199,3 @@ def read_element(number: tensor_pb2.Dtype.ValueType) -> Element:
     if element is None:
         raise ServerError(f"the server sent elements of type {number}, which rows cannot have")
     return element
-
-
-def itemsize(element: Element) -> int:
-    """Bytes of an element."""
-    return STORAGE[element].itemsize
-
-
-def write_element(element: Element) -> tensor_pb2.Dtype.ValueType:
-    """The enum value of an element type."""
-    return TO_WIRE[element]

@@ -20,12 +20,15 @@ def show_points(sites: Iterable[Site]) -> list[str]:
     layers: dict[Point, list[int]] = {}
     for site in sites:
         layers.setdefault(site.point, []).append(site.layer)
-    return [f"{point} {show_ranges(_ranges(numbers))}" for point, numbers in layers.items()]
+    return [
+        f"{point} {show_ranges(ranges_of(sorted(numbers)))}" for point, numbers in layers.items()
+    ]
 
 
-def _ranges(numbers: Iterable[int]) -> list[range]:
+def ranges_of(numbers: Iterable[int]) -> list[range]:
+    """The runs of consecutive numbers, of ascending numbers."""
     ranges: list[range] = []
-    for number in sorted(numbers):
+    for number in numbers:
         if ranges and ranges[-1].stop == number:
             ranges[-1] = range(ranges[-1].start, number + 1)
         else:
@@ -43,7 +46,7 @@ def show_ranges(ranges: Iterable[range]) -> str:
 
 def show_positions(positions: npt.NDArray[np.int64]) -> str:
     """As "0-4, 7", or "none"."""
-    return show_ranges(_ranges(set(positions.tolist())))
+    return show_ranges(ranges_of(np.unique(positions).tolist()))
 
 
 def unknown_sites_text(count: int) -> list[str]:

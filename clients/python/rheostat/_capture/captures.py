@@ -10,7 +10,7 @@ from typing import Literal, Never, TypeAlias, TypeVar
 
 import numpy as np
 
-from rheostat._arrays import ArrayLike, Element, vector_data, write_element
+from rheostat._arrays import ArrayLike, Element, vector_data
 from rheostat._capture.encodings import WIRE_ENCODINGS, EncodingName
 from rheostat._errors import InvalidRequest, invalid
 from rheostat._fields import UINT64, check_arguments, utf8_text, whole_number
@@ -20,7 +20,8 @@ from rheostat._selectors import Selector, SelectorLike, selector_of
 from rheostat._selectors import to_wire as selector_to_wire
 from rheostat._steering.readouts import Readout
 from rheostat._steering.vectors import Vector, inline, refuse_dose, row_ref
-from rheostat_wire.v1 import capture_pb2, tensor_pb2, vector_pb2
+from rheostat_wire.dtypes import TO_WIRE
+from rheostat_wire.v1 import capture_pb2, vector_pb2
 
 Overload: TypeAlias = Literal["fail", "drop_oldest", "drop_newest", "spill"]
 """What happens if rows arrive faster than they are read and acknowledged."""
@@ -46,11 +47,7 @@ _MOST_DIRECTIONS = 4096
 DirectionsLike: TypeAlias = Vector | Readout | Iterable[Vector | Readout] | ArrayLike
 """What rows are projected on: one vector or readout, several, or an array [directions, width]."""
 
-_ELEMENTS: tuple[Element, ...] = ("float32", "float16", "bfloat16")
-_DTYPES: dict[str, tensor_pb2.Dtype.ValueType] = {
-    element: write_element(element) for element in _ELEMENTS
-}
-
+Word = TypeVar("Word", bound=str)
 Value = TypeVar("Value", bound=int)
 
 
@@ -89,7 +86,7 @@ class Sink:
         if self.tag is not None:
             message.tag = utf8_text(self.tag, "captures", "a tag")
         if self.layout is not None:
-            message.layout = _one_of(_LAYOUTS, self.layout, "layout")
+            message.layout = one_of(_LAYOUTS, self.layout, "captures.layout")
         for name, value in self.options.items():
             option = utf8_text(name, "captures", "an option")
             message.options[option] = utf8_text(value, "captures", "an option")
@@ -177,16 +174,16 @@ class Capture:
             sites=site_set(self.points, self.layers), where=selector_to_wire(self.where)
         )
         if self.encoding != "raw":
-            spec.encoding = _one_of(WIRE_ENCODINGS, self.encoding, "encoding")
+            spec.encoding = one_of(WIRE_ENCODINGS, self.encoding, "captures.encoding")
         self._check_kept()
         if self.kept is not None:
             spec.kept = whole_number(self.kept, "captures", "kept", least=1, most=2**32 - 1)
         if self.seed is not None:
             spec.seed = whole_number(self.seed, "captures", "the seed", least=0, most=UINT64)
         if self.overload is not None:
-            spec.overload = _one_of(OVERLOADS, self.overload, "overload")
+            spec.overload = one_of(OVERLOADS, self.overload, "captures.overload")
         if self.dtype is not None:
-            spec.dtype = _one_of(_DTYPES, self.dtype, "dtype")
+            spec.dtype = one_of(TO_WIRE, self.dtype, "captures.dtype")
         if self.projection:
             path = "captures.projection.readouts.readouts"
             spec.projection.readouts.readouts.extend(
@@ -299,8 +296,9 @@ def _wrong_type(path: str, given: object) -> InvalidRequest:
     return invalid(path, f"capture takes captures, not {kind}: use rheostat.Capture({arguments})")
 
 
-def _one_of(values: Mapping[str, Value], word: object, name: str) -> Value:
+def one_of(values: Mapping[Word, Value], word: Word, path: str) -> Value:
+    """The enum's value that a word means. The last part of ``path`` names the argument."""
     if not isinstance(word, str) or word not in values:
         words = ", ".join(map(repr, values))
-        raise invalid(f"captures.{name}", f"{name} is one of {words}, not {word!r}")
+        raise invalid(path, f"{path.rpartition('.')[2]} is one of {words}, not {word!r}")
     return values[word]

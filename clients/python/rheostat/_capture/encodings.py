@@ -15,10 +15,10 @@ import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
-from rheostat._arrays import Element, itemsize, read_element, stored, widened
+from rheostat._arrays import Element, read_element, stored, widened
 from rheostat._errors import DataLoss, ServerError
 from rheostat_wire import byte_planes
-from rheostat_wire.dtypes import FloatArray
+from rheostat_wire.dtypes import STORAGE, FloatArray
 from rheostat_wire.quantization import Payload, decode_full8, decode_topk8
 from rheostat_wire.v1 import tensor_pb2
 
@@ -127,9 +127,8 @@ def check_crc(tensor: tensor_pb2.Tensor, payload: Payload) -> None:
 
 
 def payload_size(tensor: tensor_pb2.Tensor) -> int:
-    """The payload bytes of a raw tensor. The payload is not accessed, because that copies it."""
-    element = read_element(tensor.dtype)
-    return math.prod(tensor.shape) * itemsize(element)
+    """The bytes of a tensor's elements. The payload is not accessed, because that copies it."""
+    return math.prod(tensor.shape) * STORAGE[read_element(tensor.dtype)].itemsize
 
 
 def elements(tensor: tensor_pb2.Tensor, payload: Payload) -> npt.NDArray[np.generic] | None:
@@ -162,7 +161,7 @@ def _read(tensor: tensor_pb2.Tensor, payload: Payload) -> Decoded:
         raise ServerError(f"the server sent encoding {tensor.encoding}, which needs a newer client")
     shape = _shape(tensor)
     if name == "raw" or name == "lz4_planes":
-        size = math.prod(shape) * itemsize(element)
+        size = payload_size(tensor)
         raw = name == "raw"
         data = _sized(payload, size, tensor) if raw else _unpacked(payload, size, element)
         encoding = RAW if raw else Encoding(name)
@@ -194,26 +193,21 @@ def _sized(payload: Payload, size: int, tensor: tensor_pb2.Tensor) -> Payload:
 def _unpacked(payload: Payload, size: int, element: Element) -> bytes:
     """Decompresses byte planes in an LZ4 frame, which must hold exactly ``size`` bytes."""
     try:
-        return byte_planes.decompress(payload, size, itemsize(element))
+        return byte_planes.decompress(payload, size, STORAGE[element].itemsize)
     except ValueError as error:
         raise ServerError(f"a tensor in lz4_planes is {error}") from error
 
 
 def _quantization(tensor: tensor_pb2.Tensor, name: EncodingName, last: int) -> Encoding:
-    message = tensor.quantization
     if name == "full8":
         return Encoding(name)
-    if name == "rp8":
-        if not (
-            message.kept == last and 1 <= message.kept <= message.width and message.HasField("seed")
-        ):
-            raise ServerError(f"rows of {last} numbers are no rp8 of {_described(message)}")
-        return Encoding(name, message.kept, message.width, message.seed)
-    if not (message.width == last and 1 <= message.kept <= message.width):
-        raise ServerError(f"rows of {last} numbers are no topk8 of {_described(message)}")
-    return Encoding(name, message.kept, message.width)
-
-
-def _described(message: tensor_pb2.Quantization) -> str:
-    seed = f"seed {message.seed}" if message.HasField("seed") else "no seed"
-    return f"kept {message.kept}, width {message.width}, {seed}"
+    message = tensor.quantization
+    seed = message.seed if message.HasField("seed") else None
+    fits = message.width == last if name == "topk8" else message.kept == last and seed is not None
+    if not (fits and 1 <= message.kept <= message.width):
+        described = "no seed" if seed is None else f"seed {seed}"
+        raise ServerError(
+            f"rows of {last} numbers are no {name} of kept {message.kept}, width {message.width}, "
+            f"{described}"
+        )
+    return Encoding(name, message.kept, message.width, seed if name == "rp8" else None)

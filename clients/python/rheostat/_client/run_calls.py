@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
-from typing import Literal, TypeAlias, cast, get_args
+from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import Message
 
-from rheostat._arrays import ArrayLike, Element, rows_data, write_element
+from rheostat._arrays import ArrayLike, Element, raw_tensor, rows_data
 from rheostat._capture.activations import Activations, Rows, read_captured
 from rheostat._capture.encodings import WIRE_ENCODINGS
 from rheostat._connection.calls import (
@@ -35,6 +35,7 @@ from rheostat._points import (
     site_set,
     site_to_wire,
 )
+from rheostat._positions import ranges_of
 from rheostat._prompts import Prompt, labels_to_wire, put_prompt
 from rheostat._responses.receipts import Receipt, read_receipt
 from rheostat._runs import (
@@ -49,6 +50,7 @@ from rheostat._runs import (
 from rheostat._selectors import SelectorLike, selector_of
 from rheostat._selectors import to_wire as selector_to_wire
 from rheostat._steering.steering import SteeringLike, steering_to_wire
+from rheostat_wire.dtypes import TO_WIRE
 from rheostat_wire.v1 import run_service_pb2, tensor_pb2, types_pb2
 
 ExactEncoding: TypeAlias = Literal["raw", "lz4_planes"]
@@ -90,7 +92,7 @@ def capture_run(
         lora_name="" if lora is None else utf8_text(lora, "lora", "an adapter's name"),
         lease=None if lease is None else lease_duration(lease, "lease"),
         labels=None if labels is None else labels_to_wire(labels, "labels"),
-        dtype=None if dtype is None else write_element(_element(dtype)),
+        dtype=None if dtype is None else _dtype(dtype),
     )
     put_prompt(request.prompt, prompt)
     return UnaryCall(
@@ -145,10 +147,7 @@ def read_rows(
 ) -> DownloadCall[run_service_pb2.ReadRunResponse, Rows, Activations]:
     if encoding not in get_args(ExactEncoding):
         raise invalid("encoding", f'a run is read as "raw" or "lz4_planes", not {encoding!r}')
-    request = run_service_pb2.ReadRunRequest(
-        run_id=id_of(run),
-        encoding=WIRE_ENCODINGS[encoding],
-    )
+    request = run_service_pb2.ReadRunRequest(run_id=id_of(run), encoding=WIRE_ENCODINGS[encoding])
     if points is not None:
         request.sites.CopyFrom(site_set(points_of(points), layers_of(layers)))
     elif layers != "all":
@@ -192,52 +191,41 @@ def put_run(
         positions=_ranges(places),
         prompt_token_ids=types_pb2.TokenIds(ids=map(int, prompt_token_ids)),
         token_ids=() if token_ids is None else map(int, token_ids),
-        dtype=write_element(element),
+        dtype=TO_WIRE[element],
         lease=None if lease is None else lease_duration(lease, "lease"),
         labels=None if labels is None else labels_to_wire(labels, "labels"),
     )
     return UploadCall(
         "/rheostat.v1.RunService/PutRun",
-        RunUpload(header, arrays, places),
+        RunUpload(header, element, arrays, places),
         run_service_pb2.PutRunResponse,
         lambda answer: read_run(answer.run),
     )
 
 
+@dataclass
 class RunUpload:
     """The header of a run, then its rows, site by site in pieces of about 1 MiB."""
 
+    header: run_service_pb2.RunHeader
+    element: Element
+    arrays: Mapping[Site, npt.NDArray[np.generic]]
+    places: Sequence[int]
     failure: BaseException | None = None
     """Always None, because no code of a caller runs."""
 
-    def __init__(
-        self,
-        header: run_service_pb2.RunHeader,
-        arrays: Mapping[Site, npt.NDArray[np.generic]],
-        places: Sequence[int],
-    ) -> None:
-        self._header = header
-        self._arrays = arrays
-        self._places = places
-
     def __iter__(self) -> Iterator[Message]:
         """The messages."""
-        yield run_service_pb2.PutRunRequest(header=self._header)
-        for site, array in self._arrays.items():
+        yield run_service_pb2.PutRunRequest(header=self.header)
+        for site, array in self.arrays.items():
             step = max(1, _CHUNK // array[0].nbytes)
-            for start in range(0, len(self._places), step):
+            for start in range(0, len(self.places), step):
                 part = array[start : start + step]
-                tensor = tensor_pb2.Tensor(
-                    dtype=self._header.dtype,
-                    shape=(1, *part.shape),
-                    encoding=tensor_pb2.ENCODING_RAW,
-                    inline=part.tobytes(),
-                )
                 yield run_service_pb2.PutRunRequest(
                     rows=run_service_pb2.RunRows(
                         sites=[site_to_wire(site)],
-                        positions=_ranges(self._places[start : start + step]),
-                        tensor=tensor,
+                        positions=_ranges(self.places[start : start + step]),
+                        tensor=raw_tensor(self.element, (1, *part.shape), part.tobytes()),
                     )
                 )
 
@@ -280,20 +268,13 @@ def _positions(positions: Iterable[int], count: int) -> list[int]:
 
 def _ranges(places: Sequence[int]) -> list[types_pb2.PositionRun]:
     """Ascending positions as runs."""
-    runs: list[types_pb2.PositionRun] = []
-    for place in places:
-        if runs and place == runs[-1].start + runs[-1].count:
-            runs[-1].count += 1
-        else:
-            runs.append(types_pb2.PositionRun(start=place, count=1))
-    return runs
+    return [types_pb2.PositionRun(start=run.start, count=len(run)) for run in ranges_of(places)]
 
 
-def _element(dtype: str) -> Element:
-    if dtype not in get_args(Element):
-        names = ", ".join(get_args(Element))
-        raise invalid("dtype", f"dtype is one of {names}, not {dtype!r}")
-    return cast("Element", dtype)
+def _dtype(element: Element) -> tensor_pb2.Dtype.ValueType:
+    if element not in TO_WIRE:
+        raise invalid("dtype", f"dtype is one of {', '.join(TO_WIRE)}, not {element!r}")
+    return TO_WIRE[element]
 
 
 def list_runs() -> PagedCall[run_service_pb2.ListRunsResponse, list[RunInfo]]:

@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy.typing as npt
 
-from rheostat._arrays import ArrayLike, Element, vector_data, write_element
+from rheostat._arrays import ArrayLike, Element, vector_data
 from rheostat._connection.calls import (
     PAGE,
     DownloadCall,
@@ -36,6 +36,7 @@ from rheostat._steering.vectors import (
     read_info,
     refuse_dose,
 )
+from rheostat_wire.dtypes import TO_WIRE
 from rheostat_wire.v1 import selector_pb2, steering_service_pb2, types_pb2
 
 
@@ -65,7 +66,7 @@ def put_vector(
     check_row_count(data.shape, at_layers)
     digest = data.digest
     header = steering_service_pb2.VectorHeader(
-        dtype=write_element(data.element),
+        dtype=TO_WIRE[data.element],
         shape=data.shape,
         digest=digest,
         total_bytes=len(data.data),

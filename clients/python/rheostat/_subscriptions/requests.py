@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Iterable, Mapping
 from typing import TypedDict
 
-from rheostat._capture.captures import OVERLOADS, CaptureLike, Overload, captures_of
+from rheostat._capture.captures import OVERLOADS, CaptureLike, Overload, captures_of, one_of
 from rheostat._errors import Refused, invalid
 from rheostat._event_streams.filters import request_filter
 from rheostat._event_streams.state import DEFAULT_CREDIT, Acknowledgement
@@ -96,10 +96,7 @@ def opening(
     else:
         message.filter.CopyFrom(selected)
     if overload is not None:
-        if overload not in OVERLOADS:
-            policies = ", ".join(map(repr, OVERLOADS))
-            raise invalid("open.overload", f"overload is one of {policies}, not {overload!r}")
-        message.overload = OVERLOADS[overload]
+        message.overload = one_of(OVERLOADS, overload, "open.overload")
     if buffer_bytes is not None:
         message.buffer_bytes = whole_number(
             buffer_bytes, "open.buffer_bytes", "a buffer", least=1, most=UINT64

@@ -9,7 +9,7 @@ import numpy as np
 from rheostat._errors import RheostatError, ServerError
 from rheostat._notebook import Watcher
 from rheostat._points import read_site
-from rheostat._positions import read_ranges
+from rheostat._positions import ranges_of, read_ranges
 from rheostat._sweeps.checkpoint import Checkpoint
 from rheostat._sweeps.grades import NamedGrade
 from rheostat._sweeps.progress import OnProgress
@@ -62,14 +62,8 @@ class SweepAccumulator:
 
     def leave_out(self, request: sweep_service_pb2.SweepRequest) -> None:
         """Says in a request which cells need not come again."""
-        runs: list[range] = []
-        for index in sorted(self._cells):
-            if runs and runs[-1].stop == index:
-                runs[-1] = range(runs[-1].start, index + 1)
-            else:
-                runs.append(range(index, index + 1))
         # The cells of all further runs come again.
-        runs = sorted(runs, key=len, reverse=True)[:_DONE_RUNS]
+        runs = sorted(ranges_of(sorted(self._cells)), key=len, reverse=True)[:_DONE_RUNS]
         del request.done[:], request.done_values[:]
         for run in sorted(runs, key=lambda run: run.start):
             request.done.add(start=run.start, count=len(run))

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from rheostat._arrays import Element, widened, write_element
+from rheostat._arrays import Element, widened
 from rheostat._capture.activations import IntArray
 from rheostat._capture.encodings import Encoding, decoded
 from rheostat._errors import invalid
 from rheostat._points import PointLike, Site, point_of
 from rheostat.captures._arrays import ArrayLocation, arrays_in, damaged, read_rows
 from rheostat.captures._manifests import StoredRequest, StoredTable
-from rheostat_wire.dtypes import FloatArray
+from rheostat_wire.dtypes import TO_WIRE, FloatArray
 from rheostat_wire.v1 import tensor_pb2
 
 _PARTS = {
@@ -29,7 +29,6 @@ _ENCODINGS: Mapping[str, tensor_pb2.Encoding.ValueType] = {
     "rp8": tensor_pb2.ENCODING_RP8,
     "topk8": tensor_pb2.ENCODING_TOPK8,
 }
-_ELEMENTS: tuple[Element, ...] = ("float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,7 +221,7 @@ def _values(
     if name == "rp8":
         quantization.seed = table.encoding.seed or 0
     tensor = tensor_pb2.Tensor(
-        dtype=write_element(element),
+        dtype=TO_WIRE[element],
         shape=(count, numbers or 0),
         encoding=_ENCODINGS[name],
         quantization=None if name == "full8" else quantization,
@@ -232,7 +231,7 @@ def _values(
 
 
 def _element(table: StoredTable) -> Element:
-    for element in _ELEMENTS:
+    for element in TO_WIRE:
         if element == table.dtype:
             return element
     raise damaged(table.part.path, f"it holds elements of type {table.dtype}")
