@@ -259,6 +259,12 @@ def to_wire(selector: Selector) -> selector_pb2.Selector | None:
     )
 
 
+def prompt_tokens(where: SelectorLike) -> selector_pb2.Selector:
+    """The message of a selector of prompt tokens, which is never absent: every token if "all"."""
+    every = selector_pb2.Selector(include=[_Phase("prompt").to_wire()])
+    return to_wire(selector_of(where)) or every
+
+
 def from_wire(message: selector_pb2.Selector, path: str) -> Selector:
     """The selector of a message; an empty message selects every token.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from rheostat._client import calls
 from rheostat._client.aio_vectors import Vectors
 from rheostat._connection.aio_connection import Connection
-from rheostat._steering.global_steering import GlobalSteering
+from rheostat._steering.global_steering import GlobalSteering, read_global
 from rheostat._steering.policy_file import policy_file, policy_vectors
 from rheostat._steering.rules import RulesLike
 from rheostat._steering.steering import SteeringLike
@@ -38,7 +38,7 @@ class Steering:
 
     async def get_global(self) -> GlobalSteering:
         """The policy in force. Its interventions and rules can be passed to `set_global`."""
-        return await self._connection.unary(calls.get_global())
+        return await self._connection.unary(calls.get_global(read_global))
 
     async def export_global(self) -> str:
         """The policy in force, as the text of a file for ``rheostat serve --policy FILE``.
@@ -49,7 +49,7 @@ class Steering:
         Raises Refused if the policy neither steers nor has rules, or if a vector is too large for
         the file. Raises NotFound if the policy is replaced during the call: call it again.
         """
-        answer = await self._connection.unary(calls.global_message())
+        answer = await self._connection.unary(calls.get_global(lambda answer: answer))
         limits = (await self._connection.unary(calls.model())).limits
         stored, vectors = Vectors(self._connection), {}
         for digest in policy_vectors(answer.policy):

@@ -9,10 +9,11 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Generic, Self
 
-from rheostat._client.sessions import SessionCall, SessionEvent, Updates
+from rheostat._client.sessions import SESSION, SessionAccumulator, SessionEvent, Updates
 from rheostat._connection.aio_connection import Connection, Responses
 from rheostat._connection.calls import Accumulator, Answer, Result, Step
 from rheostat._errors import RheostatError
+from rheostat._responses.accumulator import GenerationAccumulator
 from rheostat._responses.results import Event, Generation
 from rheostat._steering.steering import SteeringLike
 from rheostat_wire.v1 import generation_service_pb2
@@ -71,14 +72,15 @@ class Session(Reader[generation_service_pb2.SessionResponse, SessionEvent, Gener
     def __init__(
         self,
         connection: Connection,
-        call: SessionCall[generation_service_pb2.SessionResponse, SessionEvent, Generation],
+        request: generation_service_pb2.GenerateRequest,
         timeout: float | None,
     ) -> None:
         """Made by `Engine`; starts the call."""
-        responses = connection.bidi(call, timeout)
-        self._updates = Updates(call.start, responses.send)
+        responses = connection.bidi(SESSION, timeout)
+        self._updates = Updates(request, responses.send)
         responses.on_end(self._updates.close)
-        super().__init__(responses, call.accumulator(self._updates))
+        generation = GenerationAccumulator(request)
+        super().__init__(responses, SessionAccumulator(self._updates, generation))
 
     async def __anext__(self) -> SessionEvent:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Unpack
 
@@ -10,10 +11,16 @@ from grpc_health.v1 import health_pb2
 from rheostat._capture.artifacts import Artifact, SinkInfo, read_artifacts, read_sinks
 from rheostat._client import requests
 from rheostat._client.requests import GenerateOptions
-from rheostat._client.sessions import SessionAccumulator, SessionCall, SessionEvent
-from rheostat._connection.calls import PAGE, DownloadCall, PagedCall, UnaryCall, every_page
+from rheostat._connection.calls import (
+    PAGE,
+    DownloadCall,
+    PagedCall,
+    Result,
+    UnaryCall,
+    every_page,
+)  # fmt: skip
 from rheostat._fields import UINT64, builds_message, utf8_text, whole_number
-from rheostat._prompts import Prompt
+from rheostat._prompts import Prompt, put_prompt
 from rheostat._responses.accumulator import GenerationAccumulator
 from rheostat._responses.explanations import (
     Explanation,
@@ -23,7 +30,6 @@ from rheostat._responses.explanations import (
 )
 from rheostat._responses.model import ModelInfo, Stats, read_model, read_stats
 from rheostat._responses.results import Event, Generation
-from rheostat._steering.global_steering import GlobalSteering, read_global
 from rheostat._steering.rules import RulesLike, probes_to_wire, rules_of
 from rheostat._steering.steering import SteeringLike, interventions_of, steering_to_wire
 from rheostat._sweeps.accumulator import SweepAccumulator
@@ -51,18 +57,6 @@ def generate(
     )
 
 
-def session(
-    prompt: Prompt, **options: Unpack[GenerateOptions]
-) -> SessionCall[generation_service_pb2.SessionResponse, SessionEvent, Generation]:
-    request = requests.generate_request(prompt, **options)
-    return SessionCall(
-        "/rheostat.v1.GenerationService/Session",
-        generation_service_pb2.SessionResponse,
-        request,
-        lambda updates: SessionAccumulator(updates, GenerationAccumulator(request)),
-    )
-
-
 def explain(
     prompt: Prompt, **options: Unpack[GenerateOptions]
 ) -> UnaryCall[generation_service_pb2.ExplainResponse, Explanation]:
@@ -74,26 +68,19 @@ def explain(
     )
 
 
+@builds_message
 def tokenize(
     prompt: Prompt, *, special_tokens: bool
 ) -> UnaryCall[generation_service_pb2.TokenizeResponse, Tokenized]:
+    request = generation_service_pb2.TokenizeRequest()
+    if not special_tokens:
+        request.add_special_tokens = False
+    put_prompt(request, prompt)
     return UnaryCall(
         "/rheostat.v1.GenerationService/Tokenize",
-        requests.tokenize_request(prompt, special_tokens=special_tokens),
+        request,
         generation_service_pb2.TokenizeResponse,
         read_tokenized,
-    )
-
-
-def tokenize_answer(
-    text: str,
-) -> UnaryCall[generation_service_pb2.TokenizeResponse, tuple[int, ...]]:
-    """The tokens of a text that follows a prompt."""
-    return UnaryCall(
-        "/rheostat.v1.GenerationService/Tokenize",
-        generation_service_pb2.TokenizeRequest(text=text, add_special_tokens=False),
-        generation_service_pb2.TokenizeResponse,
-        lambda answer: tuple(answer.token_ids.ids),
     )
 
 
@@ -183,22 +170,12 @@ def set_global(
     )
 
 
-def get_global() -> UnaryCall[steering_service_pb2.GetGlobalResponse, GlobalSteering]:
+def get_global(
+    read: Callable[[steering_service_pb2.GetGlobalResponse], Result],
+) -> UnaryCall[steering_service_pb2.GetGlobalResponse, Result]:
     return UnaryCall(
         "/rheostat.v1.SteeringService/GetGlobal",
         steering_service_pb2.GetGlobalRequest(),
         steering_service_pb2.GetGlobalResponse,
-        read_global,
-    )
-
-
-def global_message() -> UnaryCall[
-    steering_service_pb2.GetGlobalResponse, steering_service_pb2.GetGlobalResponse
-]:
-    """The policy in force as the server sends it."""
-    return UnaryCall(
-        "/rheostat.v1.SteeringService/GetGlobal",
-        steering_service_pb2.GetGlobalRequest(),
-        steering_service_pb2.GetGlobalResponse,
-        lambda answer: answer,
+        read,
     )

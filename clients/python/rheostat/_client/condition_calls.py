@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 
 from rheostat._client.vector_calls import prompts_to_wire
 from rheostat._connection.calls import DownloadCall
 from rheostat._errors import invalid
-from rheostat._fields import builds_message, utf8_text, vector_name, word
+from rheostat._fields import Number, builds_message, utf8_text, vector_name, with_paths, word
 from rheostat._points import LayersLike, PointsLike, layers_of, points_of, site_set
 from rheostat._prompts import Prompt
-from rheostat._selectors import SelectorLike, selector_of, to_wire
+from rheostat._selectors import SelectorLike, prompt_tokens
 from rheostat._steering.condition_fits import (
     FIT_DIRECTIONS,
     ConditionFits,
@@ -23,7 +23,7 @@ from rheostat._steering.gates import POOLS, PROBE_ROWS, Pool, ProbeRows
 from rheostat._steering.readouts import NORMALISATIONS, Normalise
 from rheostat._steering.transfers import Progress
 from rheostat._steering.vectors import Intervention, Vector, VectorSource, refuse_dose, row_ref
-from rheostat_wire.v1 import selector_pb2, steering_service_pb2, types_pb2
+from rheostat_wire.v1 import steering_service_pb2
 
 
 @builds_message
@@ -48,11 +48,11 @@ def fit_conditions(
     given = (
         [vectors] if isinstance(vectors, Vector | Intervention | VectorSource) else list(vectors)
     )
-    for number, vector in enumerate(given):
-        refuse_dose(vector, f"vectors[{number}]")
+    for vector, path in with_paths(given, "vectors"):
+        refuse_dose(vector, path)
         if not isinstance(vector, Vector):
             raise invalid(
-                f"vectors[{number}]",
+                path,
                 f"a direction is a vector, not {type(vector).__name__}: give vectors, e.g. "
                 "rheostat.named(name) or rheostat.inline(array)",
             )
@@ -63,31 +63,23 @@ def fit_conditions(
             'rows="prompt_mean" has one reading of each prompt: leave pools out, or give '
             'rows=("each", "prompt_mean")',
         )
-    tried_pools = ("last", "mean") if pools is None else _words(pools)
+    tried_pools = ("last", "mean") if pools is None else pools
     request = steering_service_pb2.FitConditionsRequest(
         positive=prompts_to_wire(positive, "positive"),
         negative=prompts_to_wire(negative, "negative"),
         sites=site_set(points_of(points), at_layers),
-        pools=[word(pool, POOLS, f"pools[{i}]") for i, pool in enumerate(tried_pools)],
-        directions=[
-            word(direction, FIT_DIRECTIONS, f"directions[{i}]")
-            for i, direction in enumerate(_words(directions or ()))
-        ],
-        vectors=[row_ref(vector, at_layers, f"vectors[{i}]") for i, vector in enumerate(given)],
-        normalises=[
-            word(normalise, NORMALISATIONS, f"normalises[{i}]")
-            for i, normalise in enumerate(_words(normalises))
-        ],
+        pools=_to_wire(tried_pools, POOLS, "pools"),
+        directions=_to_wire(directions or (), FIT_DIRECTIONS, "directions"),
+        vectors=[row_ref(vector, at_layers, path) for vector, path in with_paths(given, "vectors")],
+        normalises=_to_wire(normalises, NORMALISATIONS, "normalises"),
         name="" if name is None else vector_name(name),
         description=utf8_text(description, "description", "a description"),
         lora_name="" if lora is None else utf8_text(lora, "lora", "an adapter's name"),
+        where=None if where is None else prompt_tokens(where),
     )
-    read = [word(one, PROBE_ROWS, f"rows[{i}]") for i, one in enumerate(tried_rows)]
+    read = _to_wire(tried_rows, PROBE_ROWS, "rows")
     if read != [PROBE_ROWS["each"]]:  # the default, which servers of earlier versions know too
         request.rows.extend(read)
-    if where is not None:
-        every = selector_pb2.Selector(include=[selector_pb2.Range(phase=types_pb2.PHASE_PROMPT)])
-        request.where.CopyFrom(to_wire(selector_of(where)) or every)
     return DownloadCall(
         "/rheostat.v1.SteeringService/FitConditions",
         request,
@@ -100,6 +92,11 @@ def fit_conditions(
             progress,
         ),
     )
+
+
+def _to_wire(words: Iterable[str], values: Mapping[str, Number], path: str) -> list[Number]:
+    """The enum values of a word, or of several."""
+    return [word(given, values, at) for given, at in with_paths(_words(words), path)]
 
 
 def _words(given: Iterable[str]) -> Iterable[str]:

@@ -19,7 +19,7 @@ from rheostat._client.conditions import Conditions
 from rheostat._client.steering import Steering
 from rheostat._client.streams import Reader, Session, Stream
 from rheostat._client.vectors import Vectors
-from rheostat._client.requests import GenerateOptions, check_options
+from rheostat._client.requests import GenerateOptions, check_options, generate_request
 from rheostat._client.run_calls import CapturedRun, ExactEncoding, RowsBySite
 from rheostat._connection import readiness
 from rheostat._connection.connection import Connection, sleep
@@ -118,7 +118,7 @@ class Engine:
     ) -> Session:
         """Run a request whose steering can change while it runs. Options as for `generate`."""
         check_options("session", options)
-        return Session(self._connection, calls.session(prompt, **options), timeout)
+        return Session(self._connection, generate_request(prompt, **options), timeout)
 
     def subscribe(self, *by_position: Never, **options: Unpack[SubscribeOptions]) -> Subscription:
         """Subscribe to captured rows of other clients' requests, or of other calls of this client.
@@ -277,7 +277,7 @@ class Engine:
         named = named_grades(grades, chosen)
         tokens = {}
         for text in answer_texts(chosen):
-            tokens[text] = self._connection.unary(calls.tokenize_answer(text))
+            tokens[text] = (self.tokenize(text, special_tokens=False)).token_ids
         request = sweep_request(
             chosen, tokens, points=points, layers=layers, grades=named, options=options
         )
@@ -341,7 +341,7 @@ class Engine:
         paths = Paths(pair, sender, receiver, options)
         tokens = {}
         for text in answer_texts([pair]):
-            tokens[text] = self._connection.unary(calls.tokenize_answer(text))
+            tokens[text] = (self.tokenize(text, special_tokens=False)).token_ids
         asked = paths.ask(tokens)
         count, lora = (self.model()).layer_count, options.get("lora")
         where = self.explain(paths.base, steering=paths.probe(), lora=lora, max_tokens=1)

@@ -12,10 +12,10 @@ from rheostat._points import LayersLike, PointsLike, layers_of, points_of, site_
 from rheostat._prompts import Prompt, put_prompt
 from rheostat._responses.lens import Attribution, LensAccumulator, LensResult, read_attribution
 from rheostat._runs import RunInfo, id_of, position_list
-from rheostat._selectors import SelectorLike, selector_of, to_wire
+from rheostat._selectors import SelectorLike, prompt_tokens
 from rheostat._steering.steering import SteeringLike, steering_to_wire
 from rheostat._steering.token_directions import token_direction_to_wire
-from rheostat_wire.v1 import lens_service_pb2, selector_pb2, types_pb2
+from rheostat_wire.v1 import lens_service_pb2, types_pb2
 
 
 @builds_message
@@ -43,12 +43,10 @@ def lens(
         lora_name="" if lora is None else utf8_text(lora, "lora", "an adapter's name"),
         top_k=None if top_k is None else whole_number(top_k, "top_k", "top_k"),
         token_ids=ids,
+        where=None if where is None else prompt_tokens(where),
     )
     if prompt is not None:
         put_prompt(request.prompt, prompt)
-    if where is not None:
-        every = selector_pb2.Selector(include=[selector_pb2.Range(phase=types_pb2.PHASE_PROMPT)])
-        request.where.CopyFrom(to_wire(selector_of(where)) or every)
     return DownloadCall(
         "/rheostat.v1.LensService/Lens",
         request,

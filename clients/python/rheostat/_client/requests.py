@@ -21,6 +21,7 @@ from rheostat._fields import (
     token_id_list,
     utf8_text,
     whole_number,
+    word,
 )
 from rheostat._prompts import Prompt, labels_to_wire, put_prompt
 from rheostat._steering.rules import ProbesLike, RulesLike, probes_to_wire, rules_of
@@ -196,7 +197,7 @@ def generate_request(
         with_baseline=flag(options.get("with_baseline"), "with_baseline", "with_baseline"),
         labels=None if labels is None else labels_to_wire(labels, "labels"),
         return_prompt_token_ids=True,
-        when_full=None if when_full is None else _when_full(when_full),
+        when_full=None if when_full is None else word(when_full, _WHEN_FULL, "when_full"),
     )
     if hold_back is not None:
         request.hold_back = whole_number(hold_back, "hold_back", "a number of tokens", least=0)
@@ -215,36 +216,7 @@ def _put_controller(
         return
     if name is None:
         raise invalid("on_controller_disabled", "it needs a controller")
-    if on_disabled not in _ON_DISABLED:
-        raise invalid(
-            "on_controller_disabled",
-            f"on_controller_disabled is {' or '.join(map(repr, _ON_DISABLED))}, "
-            f"not {on_disabled!r}",
-            "REASON_UNKNOWN_ENUM",
-        )
-    request.controlled.on_disabled = _ON_DISABLED[on_disabled]
-
-
-def _when_full(word: str) -> generation_service_pb2.WhenFull.ValueType:
-    value = _WHEN_FULL.get(word)
-    if value is None:
-        raise invalid(
-            "when_full",
-            f"when_full is {' or '.join(map(repr, _WHEN_FULL))}, not {word!r}",
-            "REASON_UNKNOWN_ENUM",
-        )
-    return value
-
-
-@builds_message
-def tokenize_request(
-    prompt: Prompt, *, special_tokens: bool
-) -> generation_service_pb2.TokenizeRequest:
-    request = generation_service_pb2.TokenizeRequest()
-    if not special_tokens:
-        request.add_special_tokens = False
-    put_prompt(request, prompt)
-    return request
+    request.controlled.on_disabled = word(on_disabled, _ON_DISABLED, "on_controller_disabled")
 
 
 def _sampling(options: GenerateOptions) -> generation_pb2.Sampling | None:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeAlias
+from typing import TypeAlias
 
-from rheostat._connection.calls import Accumulator, Answer, BidiCall, Result, Step
+from rheostat._connection.calls import BidiCall
 from rheostat._errors import NotFound, Refused
 from rheostat._fields import builds_message
 from rheostat._responses.accumulator import GenerationAccumulator
@@ -23,6 +22,8 @@ from rheostat_wire.v1 import generation_service_pb2, steering_pb2
 _ENDED = "the request has ended"
 _NOT_FOUND = "REASON_REQUEST_NOT_FOUND"
 
+SESSION = BidiCall("/rheostat.v1.GenerationService/Session", generation_service_pb2.SessionResponse)
+"""The call of a session."""
 
 SessionEvent: TypeAlias = Event | UpdateApplied | UpdateRefused
 """The events of a session. The last one is the `Receipt`."""
@@ -134,11 +135,3 @@ class SessionAccumulator:
 @builds_message
 def _gain(factor: float, interventions: Sequence[int]) -> generation_service_pb2.SessionRequest:
     return generation_service_pb2.SessionRequest(gain=gain_to_wire(factor, interventions))
-
-
-@dataclass(frozen=True)
-class SessionCall(BidiCall[Answer], Generic[Answer, Step, Result]):
-    """The call of a session, whose first request is ``start``."""
-
-    start: generation_service_pb2.GenerateRequest
-    accumulator: Callable[[Updates], Accumulator[Answer, Step, Result]]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from rheostat._client import calls
 from rheostat._client.vectors import Vectors
 from rheostat._connection.connection import Connection
-from rheostat._steering.global_steering import GlobalSteering
+from rheostat._steering.global_steering import GlobalSteering, read_global
 from rheostat._steering.policy_file import policy_file, policy_vectors
 from rheostat._steering.rules import RulesLike
 from rheostat._steering.steering import SteeringLike
@@ -39,7 +39,7 @@ class Steering:
 
     def get_global(self) -> GlobalSteering:
         """The policy in force. Its interventions and rules can be passed to `set_global`."""
-        return self._connection.unary(calls.get_global())
+        return self._connection.unary(calls.get_global(read_global))
 
     def export_global(self) -> str:
         """The policy in force, as the text of a file for ``rheostat serve --policy FILE``.
@@ -50,7 +50,7 @@ class Steering:
         Raises Refused if the policy neither steers nor has rules, or if a vector is too large for
         the file. Raises NotFound if the policy is replaced during the call: call it again.
         """
-        answer = self._connection.unary(calls.global_message())
+        answer = self._connection.unary(calls.get_global(lambda answer: answer))
         limits = (self._connection.unary(calls.model())).limits
         stored, vectors = Vectors(self._connection), {}
         for digest in policy_vectors(answer.policy):

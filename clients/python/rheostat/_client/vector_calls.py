@@ -20,7 +20,7 @@ from rheostat._errors import invalid
 from rheostat._fields import builds_message, utf8_text, vector_digest, vector_name
 from rheostat._points import LayersLike, PointsLike, layers_of, points_of, site_set
 from rheostat._prompts import Prompt, put_prompt
-from rheostat._selectors import SelectorLike, selector_of, to_wire
+from rheostat._selectors import SelectorLike, prompt_tokens
 from rheostat._steering.derivations import (
     METHODS,
     Derivation,
@@ -37,7 +37,7 @@ from rheostat._steering.vectors import (
     refuse_dose,
 )
 from rheostat_wire.dtypes import TO_WIRE
-from rheostat_wire.v1 import selector_pb2, steering_service_pb2, types_pb2
+from rheostat_wire.v1 import steering_service_pb2, types_pb2
 
 
 @builds_message
@@ -148,10 +148,8 @@ def derive_vectors(
         name="" if name is None else vector_name(name),
         description=utf8_text(description, "description", "a description"),
         lora_name="" if lora is None else utf8_text(lora, "lora", "an adapter's name"),
+        where=None if where is None else prompt_tokens(where),
     )
-    if where is not None:
-        every = selector_pb2.Selector(include=[selector_pb2.Range(phase=types_pb2.PHASE_PROMPT)])
-        request.where.CopyFrom(to_wire(selector_of(where)) or every)
     return DownloadCall(
         "/rheostat.v1.SteeringService/DeriveVectors",
         request,

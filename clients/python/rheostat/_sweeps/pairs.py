@@ -12,9 +12,9 @@ from rheostat._fields import utf8_text, whole_number
 from rheostat._points import LayersLike, PointsLike, layers_of, points_of, site_set
 from rheostat._prompts import Prompt, put_prompt
 from rheostat._runs import RunInfo
-from rheostat._selectors import SelectorLike, selector_of, to_wire
+from rheostat._selectors import SelectorLike, prompt_tokens
 from rheostat._steering.replacements import FromRun, Noise, RunMean, Zeros, noise_to_wire
-from rheostat_wire.v1 import selector_pb2, sweep_pb2, types_pb2
+from rheostat_wire.v1 import sweep_pb2, types_pb2
 
 Answer: TypeAlias = str | Sequence[int] | Sequence[str | Sequence[int]]
 """A text, the token ids of a text, or several of these. A leading space of a text counts. The
@@ -147,7 +147,7 @@ def pair_to_wire(
             message.noise.noise.CopyFrom(noise_to_wire(noisy.noise))
             sites = site_set(points_of(noisy.points), layers_of(noisy.layers))
             message.noise.sites.CopyFrom(sites)
-            message.noise.where.CopyFrom(_selector(noisy.where))
+            message.noise.where.CopyFrom(prompt_tokens(noisy.where))
             message.noise.noise_count = whole_number(
                 noisy.count, f"{path}.corrupt.count", "a count"
             )
@@ -172,7 +172,7 @@ def pair_to_wire(
         raise invalid(
             f"{path}.groups", f"every pair has the same groups: {', '.join(labels) or 'none'}"
         )
-    message.groups.extend(_selector(pair.groups[label]) for label in labels)
+    message.groups.extend(prompt_tokens(pair.groups[label]) for label in labels)
     return message
 
 
@@ -232,8 +232,3 @@ def _alternative(answer: object, path: str) -> str | TokenIds:
     if not isinstance(answer, Sequence) or not answer:
         raise invalid(path, "an answer is a text, its token ids, or a list of several of these")
     return tuple(whole_number(token, path, "a token id") for token in answer)
-
-
-def _selector(where: SelectorLike) -> selector_pb2.Selector:
-    every = selector_pb2.Selector(include=[selector_pb2.Range(phase=types_pb2.PHASE_PROMPT)])
-    return to_wire(selector_of(where)) or every
