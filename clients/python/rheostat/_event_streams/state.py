@@ -66,14 +66,6 @@ class _Progress(NamedTuple):
     """Requests that ended."""
 
 
-class _QueuedEvent(NamedTuple, Generic[M]):
-    """An event that the program has not read."""
-
-    message: M
-    payload: int
-    """Bytes of its payload. Stored, because every access to the payload copies it."""
-
-
 class EventStreamState(ABC, Generic[M, E]):
     """The events and acknowledgements of one stream. Only one thread uses it at a time."""
 
@@ -89,11 +81,19 @@ class EventStreamState(ABC, Generic[M, E]):
     """The class of the client's messages."""
 
     def __init__(
-        self, *, name: str, after: int, credit: int, ack: Acknowledgement, buffer: int | None
+        self,
+        call: BidiCall[M],
+        *,
+        name: str,
+        after: int,
+        credit: int,
+        ack: Acknowledgement,
+        buffer: int | None,
     ) -> None:
         """Opens a stream, or resumes it.
 
         Args:
+            call: the call that reads it.
             name: id of the stream to resume; empty: open a new one.
             after: number of the last event that was read.
             credit: bytes that may wait in the client.
@@ -102,6 +102,7 @@ class EventStreamState(ABC, Generic[M, E]):
         """
         if ack not in ("auto", "manual"):
             raise invalid("ack", f'ack is "auto" or "manual", not {ack!r}')
+        self.call: BidiCall[M] = call
         self.id = ""
         """Empty until the server has opened the stream."""
         self.missed: dict[str, str] = {}
@@ -112,7 +113,9 @@ class EventStreamState(ABC, Generic[M, E]):
         self._name = name
         self._window = whole_number(credit, "credit", "the credit", least=1, most=2**62)
         self._automatic = ack == "auto"
-        self._queue: deque[_QueuedEvent[M]] = deque()
+        self._queue: deque[tuple[M, int]] = deque()
+        """Events that the program has not read, and bytes of their payloads. The bytes are stored,
+        because every access to a payload copies it."""
         self._queued_bytes = 0
         """Bytes of payload in `_queue`."""
         self._credit = 0
@@ -130,11 +133,6 @@ class EventStreamState(ABC, Generic[M, E]):
         self._discarding = False
         self._ack_bytes = min(_ACK_BYTES, (buffer or self._window) // 8, self._window // 8)
         """Bytes after which an acknowledgement is due; until then they fill the server's buffer."""
-
-    @property
-    @abstractmethod
-    def call(self) -> BidiCall[M]:
-        """The call that reads it."""
 
     @property
     def refusal(self) -> Refused | None:
@@ -210,7 +208,7 @@ class EventStreamState(ABC, Generic[M, E]):
 
     def _append(self, message: M, size: int) -> None:
         self._queued_bytes += size
-        self._queue.append(_QueuedEvent(message, size))
+        self._queue.append((message, size))
 
     def end(self) -> None:
         """Called once no further message arrives."""

@@ -6,12 +6,7 @@ from rheostat._capture.captures import RowDestination
 from rheostat._capture.encodings import Numbers, payload_size
 from rheostat._connection.calls import BidiCall
 from rheostat._errors import Refused
-from rheostat._event_streams.state import (
-    Acknowledgement,
-    EventStreamState,
-    Heartbeat,
-    Request,
-)
+from rheostat._event_streams.state import Acknowledgement, EventStreamState, Heartbeat, Request
 from rheostat._subscriptions.event_reader import EventReader, to_attached
 from rheostat._subscriptions.events import Attached, Cursor, SubscriptionEvent
 from rheostat._subscriptions.payloads import Payloads
@@ -45,16 +40,11 @@ class SubscriptionState(EventStreamState[_Response, SubscriptionEvent]):
         """Opens a subscription by ``request``, or resumes it after ``cursor``."""
         name, after = ("", 0) if cursor is None else cursor
         buffer = None if request is None else request.buffer_bytes
-        super().__init__(name=name, after=after, credit=credit, ack=ack, buffer=buffer)
+        super().__init__(_CALL, name=name, after=after, credit=credit, ack=ack, buffer=buffer)
         self.attached: tuple[Attached, ...] = ()
         self.payloads = payloads
         self._open_request = request
         self._reader = EventReader(after, self._numbers)
-
-    @property
-    def call(self) -> BidiCall[_Response]:
-        """The call that reads it."""
-        return _CALL
 
     @property
     def refusal(self) -> Refused | None:

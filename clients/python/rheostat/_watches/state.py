@@ -71,7 +71,7 @@ class WatchState(EventStreamState[_Response, WatchEvent]):
     ) -> None:
         """Opens a watch by ``opening``, whose rules have the names ``rules``."""
         buffer = opening.buffer_bytes or BUFFER_BYTES
-        super().__init__(name="", after=0, credit=credit, ack="auto", buffer=buffer)
+        super().__init__(_CALL, name="", after=0, credit=credit, ack="auto", buffer=buffer)
         self._open = opening
         self._reader = WatchReader(rules)
         self._last_update = 0
@@ -82,11 +82,6 @@ class WatchState(EventStreamState[_Response, WatchEvent]):
         self._unread = 0
         """Updates without an answer that the program has read."""
         self._outbox: list[Request] = []
-
-    @property
-    def call(self) -> BidiCall[_Response]:
-        """The call that reads it."""
-        return _CALL
 
     @property
     def columns(self) -> tuple[SignalColumn, ...]:
