@@ -17,7 +17,6 @@ from types import MappingProxyType
 from typing import Any, ParamSpec, SupportsIndex, TypeVar
 
 from google.protobuf.descriptor import EnumDescriptor
-from google.protobuf.message import Message
 
 from rheostat._errors import InvalidRequest, invalid
 
@@ -220,7 +219,7 @@ def read_word(enum: EnumDescriptor, number: int, prefix: str) -> str:
     return f"unknown {number}" if value is None else value.name.removeprefix(prefix).lower()
 
 
-def equal_fields(kind: type, message: Message) -> dict[str, Any]:
-    """The numbers and texts of a message whose names are also fields of a dataclass."""
-    values = ((field.name, getattr(message, field.name, None)) for field in fields(kind))
+def equal_fields(kind: type, source: object) -> dict[str, Any]:
+    """The numbers and texts of a message or object whose names are also fields of a dataclass."""
+    values = ((field.name, getattr(source, field.name, None)) for field in fields(kind))
     return {name: value for name, value in values if isinstance(value, bool | int | float | str)}

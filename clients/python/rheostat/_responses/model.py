@@ -212,15 +212,17 @@ def read_model(message: engine_service_pb2.GetModelResponse) -> ModelInfo:
     )
 
 
+def _read_ability(message: engine_service_pb2.Ability) -> Ability:
+    return Ability(message.served, message.why_not)
+
+
 def _read_group(message: engine_service_pb2.SiteGroup) -> SiteGroup:
     return SiteGroup(
         point=read_point(message.point),
         layers=tuple(message.layers),
-        capture=Ability(message.capture.served, message.capture.why_not),
+        capture=_read_ability(message.capture),
         ops={
-            read_word(receipt_pb2.Op.DESCRIPTOR, op.op, "OP_"): Ability(
-                op.ability.served, op.ability.why_not
-            )
+            read_word(receipt_pb2.Op.DESCRIPTOR, op.op, "OP_"): _read_ability(op.ability)
             for op in message.ops
         },
         form=message.form,
@@ -337,13 +339,10 @@ def read_stats(message: engine_service_pb2.GetStatsResponse) -> Stats:
         uptime=message.uptime.ToTimedelta().total_seconds(),
         controllers=tuple(
             ControllerStats(
-                controller.controller_name,
-                controller.call_count,
-                controller.overrun_count,
-                controller.p50.ToNanoseconds() / 1e9,
-                controller.p99.ToNanoseconds() / 1e9,
-                controller.longest.ToNanoseconds() / 1e9,
-                controller.disabled_reason,
+                **equal_fields(ControllerStats, controller),
+                p50=controller.p50.ToNanoseconds() / 1e9,
+                p99=controller.p99.ToNanoseconds() / 1e9,
+                longest=controller.longest.ToNanoseconds() / 1e9,
             )
             for controller in message.controllers
         ),

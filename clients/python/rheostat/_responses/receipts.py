@@ -256,15 +256,7 @@ def _rows(receipt: Receipt) -> list[tuple[str, str]]:
         )
     ]
     for applied in receipt.interventions:
-        reference = Reference(
-            applied.origin,
-            applied.index,
-            applied.op,
-            applied.rule_name,
-            applied.update_id,
-            applied.watch_id,
-            applied.gate_probes,
-        )
+        reference = Reference(**equal_fields(Reference, applied), gate_probes=applied.gate_probes)
         rows.append((str(reference), _intervention_text(applied)))
     for capture in receipt.captures:
         lost = sum(site.dropped_row_count for site in capture.sites)
@@ -456,7 +448,6 @@ def _read_controller(message: receipt_pb2.Receipt) -> ControllerReceipt:
 
 
 def _read_applied(message: receipt_pb2.AppliedIntervention) -> AppliedIntervention:
-    reference = read_reference(message.intervention)
     sites = [
         AppliedSite(
             read_site(site.site),
@@ -467,13 +458,7 @@ def _read_applied(message: receipt_pb2.AppliedIntervention) -> AppliedInterventi
         if knows_point(site.site.point)
     ]
     return AppliedIntervention(
-        origin=reference.origin,
-        index=reference.index,
-        op=reference.op,
-        rule_name=reference.rule_name,
-        update_id=reference.update_id,
-        watch_id=reference.watch_id,
-        gate_probes=reference.gate_probes,
+        **vars(read_reference(message.intervention)),
         digests=tuple(digest.hex() for digest in message.digests),
         source=read_source(message),
         sites=tuple(sites),
