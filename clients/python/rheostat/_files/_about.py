@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy.typing as npt
 
-from rheostat._arrays import Element, VectorData, vector_data
+from rheostat._arrays import VectorData, vector_data
 from rheostat._errors import InvalidRequest
 from rheostat._fields import counted
 from rheostat._files._errors import bad_file
@@ -76,10 +76,10 @@ def _layers(layers: LayersLike | dict[str, int]) -> LayersLike:
     return layers
 
 
-def numbers_of(path: Path, array: npt.ArrayLike, dtype: Element | None = None) -> VectorData:
+def numbers_of(path: Path, array: npt.ArrayLike) -> VectorData:
     """The rows of an array in a file. Raises InvalidRequest if they are not a vector."""
     try:
-        return vector_data(array, dtype)
+        return vector_data(array)
     except InvalidRequest as error:
         raise bad_file(
             path, f"holds no vector ({error.message})", "save one array [rows, width] of real, "

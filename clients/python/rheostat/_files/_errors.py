@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
@@ -23,6 +23,18 @@ def unreadable(path: Path, error: Exception) -> InvalidRequest:
     """The error for a file that is missing, incomplete or of another format."""
     why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return bad_file(path, f"cannot be read ({why})", "does it exist, and is it complete?")
+
+
+def only_name(path: Path, names: Collection[str], noun: str) -> str:
+    """The name of the one array in a file. Raises InvalidRequest if there is another number."""
+    if len(names) != 1:
+        shown = ", ".join(sorted(names)[:5]) or "none"
+        raise bad_file(
+            path,
+            f"holds {len(names)} {noun}s ({shown})",
+            f"save one {noun}, [width] or [rows, width]",
+        )
+    return next(iter(names))
 
 
 @contextmanager

@@ -13,31 +13,21 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from rheostat._arrays import Element, VectorData
+from rheostat._arrays import BFLOAT16, Element, VectorData
 from rheostat._files._about import KEY, About, numbers_of, read_about, vector_of, write_about
-from rheostat._files._errors import bad_file, unreadable
+from rheostat._files._errors import bad_file, only_name, unreadable
 from rheostat._steering.vectors import Vector
+from rheostat_wire.dtypes import STORAGE
 
-_STORAGE: dict[Element, np.dtype[np.generic]] = {
-    "float32": np.dtype("<f4"),
-    "float16": np.dtype("<f2"),
-    "bfloat16": np.dtype([("bfloat16", "<u2")]),
-}
+_STORAGE: dict[Element, np.dtype[np.generic]] = {**STORAGE, "bfloat16": BFLOAT16}
 
 
 def load(path: Path) -> Vector:
     arrays = _arrays(path)
     text = arrays.pop(KEY, None)
     about = About() if text is None else read_about(path, str(text))
-    if len(arrays) != 1:
-        names = ", ".join(sorted(arrays)[:5]) or "none"
-        raise bad_file(
-            path,
-            f"holds {len(arrays)} arrays ({names})",
-            "save one array, [width] or [rows, width]",
-        )
-    (array,) = arrays.values()
-    return vector_of(path, numbers_of(path, array), about)
+    name = only_name(path, arrays, "array")
+    return vector_of(path, numbers_of(path, arrays[name]), about)
 
 
 def _arrays(path: Path) -> dict[str, npt.NDArray[np.generic]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rheostat._arrays import VectorData, stored
 from rheostat._files._about import KEY, About, read_about, vector_of, write_about
-from rheostat._files._errors import bad_file
+from rheostat._files._errors import bad_file, only_name
 from rheostat._files._tensors import TensorFile, write_tensors
 from rheostat._steering.vectors import Vector
 
@@ -24,15 +24,7 @@ def load(path: Path) -> Vector:
     about = About() if text is None else read_about(path, text)
     if _DECODER in file.tensors:
         raise bad_file(path, "is an SAE", "give the feature to load")
-    if len(file.tensors) != 1:
-        names = ", ".join(sorted(file.tensors)[:5]) or "none"
-        raise bad_file(
-            path,
-            f"holds {len(file.tensors)} tensors ({names})",
-            "save one tensor, [width] or [rows, width]",
-        )
-    (name,) = file.tensors
-    return vector_of(path, file.whole(name), about)
+    return vector_of(path, file.whole(only_name(path, file.tensors, "tensor")), about)
 
 
 def save(path: Path, vector: Vector, rows: VectorData) -> None:

@@ -27,7 +27,7 @@ _DTYPES: dict[str, np.dtype[np.generic]] = {
     "F64": np.dtype("<f8"),
     "F32": np.dtype("<f4"),
     "F16": np.dtype("<f2"),
-    "BF16": np.dtype("<u2"),
+    "BF16": BFLOAT16,
 }
 
 
@@ -66,31 +66,25 @@ class TensorFile:
 
     def whole(self, name: str) -> VectorData:
         """A tensor [width] or [rows, width]. Raises InvalidRequest if it is not a vector."""
-        return self._read(name, 0, self.tensors[name].shape)
+        return numbers_of(self.path, self.array(name))
 
     def row(self, name: str, row: int) -> VectorData:
         """One row of a tensor [rows, width]; the caller checks the number."""
-        tensor = self.tensors[name]
-        return self._read(name, row * tensor.shape[1], tensor.shape[1:])
+        width = self.tensors[name].shape[1]
+        return numbers_of(self.path, self._numbers(name, row * width, (width,)))
 
     def column(self, name: str, column: int) -> VectorData:
         """One column of a tensor [width, columns]; the caller checks the number."""
-        element: Element | None = "bfloat16" if self.tensors[name].dtype == "BF16" else None
         tensor, dtype = self.tensors[name], self._dtype(name)
         mapped = np.memmap(self.path, dtype, "r", tensor.offset, tensor.shape)
-        return numbers_of(self.path, np.array(mapped[:, column]), element)
+        return numbers_of(self.path, np.array(mapped[:, column]))
 
     def array(self, name: str) -> npt.NDArray[np.generic]:
         """The numbers of a tensor. Raises InvalidRequest if they are not floats."""
-        numbers = self._numbers(name, 0, self.tensors[name].shape)
-        return numbers.view(BFLOAT16) if self.tensors[name].dtype == "BF16" else numbers
-
-    def _read(self, name: str, first: int, shape: tuple[int, ...]) -> VectorData:
-        element: Element | None = "bfloat16" if self.tensors[name].dtype == "BF16" else None
-        return numbers_of(self.path, self._numbers(name, first, shape), element)
+        return self._numbers(name, 0, self.tensors[name].shape)
 
     def _numbers(self, name: str, first: int, shape: tuple[int, ...]) -> npt.NDArray[np.generic]:
-        """Elements from number ``first`` on, in this shape; for bfloat16, their bits."""
+        """Elements from number ``first`` on, in this shape."""
         tensor, dtype = self.tensors[name], self._dtype(name)
         count = int(np.prod(shape, dtype=np.int64))
         numbers = np.fromfile(
@@ -99,7 +93,7 @@ class TensorFile:
         return numbers.reshape(shape)
 
     def _dtype(self, name: str) -> np.dtype[np.generic]:
-        """The type in which elements are stored; for bfloat16, the type of their bits."""
+        """The type in which elements are stored."""
         dtype = _DTYPES.get(self.tensors[name].dtype)
         if dtype is None:
             raise bad_file(

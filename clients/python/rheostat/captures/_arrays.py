@@ -141,18 +141,9 @@ class _Section(io.RawIOBase):
         self._part = part
         self._at = 0
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._part.length}[whence]
         self._at = max(0, base + offset)
-        return self._at
-
-    def tell(self) -> int:
         return self._at
 
     def read(self, size: int = -1) -> bytes:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from rheostat._arrays import Element, widened
 from rheostat._capture.activations import IntArray
-from rheostat._capture.encodings import Encoding, decoded
+from rheostat._capture.encodings import WIRE_ENCODINGS, Encoding, decoded
 from rheostat._errors import invalid
 from rheostat._points import PointLike, Site, point_of
 from rheostat.captures._arrays import ArrayLocation, arrays_in, damaged, read_rows
@@ -23,11 +23,6 @@ _PARTS = {
     "full8": ("scales", "offsets", "codes"),
     "rp8": ("scales", "offsets", "codes"),
     "topk8": ("scales", "offsets", "indices", "codes"),
-}
-_ENCODINGS: Mapping[str, tensor_pb2.Encoding.ValueType] = {
-    "full8": tensor_pb2.ENCODING_FULL8,
-    "rp8": tensor_pb2.ENCODING_RP8,
-    "topk8": tensor_pb2.ENCODING_TOPK8,
 }
 
 
@@ -108,17 +103,18 @@ def read_batches(request: StoredRequest, row_filter: RowFilter, size: int) -> It
         if not chosen.any():
             continue
         values, error = _values(table, arrays, first, count)
-        yield RowBatch(
+        batch = RowBatch(
             (request,),
-            np.zeros(int(chosen.sum()), np.int64),
-            samples[chosen],
-            baseline[chosen],
-            _ints(_read(table, arrays, "positions", first, count))[chosen],
-            _ints(_read(table, arrays, "token_ids", first, count))[chosen],
-            values if chosen.all() else values[chosen],
+            np.zeros(count, np.int64),
+            samples,
+            baseline,
+            _ints(_read(table, arrays, "positions", first, count)),
+            _ints(_read(table, arrays, "token_ids", first, count)),
+            values,
             table.encoding,
-            error if error is None or chosen.all() else error[chosen],
+            error,
         )
+        yield batch if chosen.all() else _select(batch, chosen)
 
 
 def batched(parts: Iterable[RowBatch], size: int) -> Iterator[RowBatch]:
@@ -128,8 +124,8 @@ def batched(parts: Iterable[RowBatch], size: int) -> Iterator[RowBatch]:
     for part in parts:
         while row_count + len(part) >= size:
             cut = size - row_count
-            yield concatenate([*waiting, _slice(part, 0, cut)])
-            part = _slice(part, cut, len(part))
+            yield concatenate([*waiting, _select(part, slice(cut))])
+            part = _select(part, slice(cut, None))
             waiting, row_count = [], 0
         if len(part):
             waiting.append(part)
@@ -150,12 +146,11 @@ def concatenate(parts: Sequence[RowBatch]) -> RowBatch:
             f"{first} and {second} hold rows of different widths or encodings: read them by "
             "request, or store them under different tags",
         )
-    requests = tuple(dict.fromkeys(_key(request) for part in parts for request in part.requests))
+    requests = {_key(request): request for part in parts for request in part.requests}
     indices = {key: index for index, key in enumerate(requests)}
-    by_key = {_key(request): request for part in parts for request in part.requests}
     errors = [part.max_error for part in parts if part.max_error is not None]
     return RowBatch(
-        tuple(by_key[key] for key in requests),
+        tuple(requests.values()),
         np.concatenate(
             [
                 np.array([indices[_key(request)] for request in part.requests], np.int64)[
@@ -178,18 +173,18 @@ def _key(request: StoredRequest) -> tuple[str, str]:
     return request.tag, request.request_id
 
 
-def _slice(batch: RowBatch, first: int, end: int) -> RowBatch:
-    cut = slice(first, end)
+def _select(batch: RowBatch, rows: slice | npt.NDArray[np.bool_]) -> RowBatch:
+    """Some rows of a batch: a range of them, or those where an array is True."""
     return RowBatch(
         batch.requests,
-        batch.request_index[cut],
-        batch.samples[cut],
-        batch.baseline[cut],
-        batch.positions[cut],
-        batch.token_ids[cut],
-        batch.values[cut],
+        batch.request_index[rows],
+        batch.samples[rows],
+        batch.baseline[rows],
+        batch.positions[rows],
+        batch.token_ids[rows],
+        batch.values[rows],
         batch.encoding,
-        None if batch.max_error is None else batch.max_error[cut],
+        None if batch.max_error is None else batch.max_error[rows],
     )
 
 
@@ -217,13 +212,14 @@ def _values(
         (rows,) = parts
         return widened(rows.tobytes(), element, (count, table.width)), None
     numbers = table.encoding.kept if name == "rp8" else table.width
-    quantization = tensor_pb2.Quantization(kept=table.encoding.kept or 0, width=table.width)
-    if name == "rp8":
-        quantization.seed = table.encoding.seed or 0
+    seed = (table.encoding.seed or 0) if name == "rp8" else None
+    quantization = tensor_pb2.Quantization(
+        kept=table.encoding.kept or 0, width=table.width, seed=seed
+    )
     tensor = tensor_pb2.Tensor(
         dtype=TO_WIRE[element],
         shape=(count, numbers or 0),
-        encoding=_ENCODINGS[name],
+        encoding=WIRE_ENCODINGS[name],
         quantization=None if name == "full8" else quantization,
     )
     result = decoded(tensor, b"".join(part.tobytes() for part in parts))

@@ -105,7 +105,7 @@ def read_manifest(data: bytes, path: Path) -> StoredRequest:
         manifest = json.loads(data)
         if manifest["schema"] != _SCHEMA:
             raise ValueError(f"its schema is {manifest['schema']}, not {_SCHEMA}")
-        parts = [_part(file, path) for file in manifest["files"]]
+        files = [(_part(file, path), file) for file in manifest["files"]]
         return StoredRequest(
             manifest["request_id"],
             manifest["tag"],
@@ -119,14 +119,8 @@ def read_manifest(data: bytes, path: Path) -> StoredRequest:
             manifest["finished_at"],
             manifest["layout"],
             manifest["format"],
-            tuple(
-                table
-                for part, file in zip(parts, manifest["files"], strict=True)
-                for table in _tables(file, part)
-            ),
-            tuple(
-                (part, file["sha256"]) for part, file in zip(parts, manifest["files"], strict=True)
-            ),
+            tuple(table for part, file in files for table in _tables(file, part)),
+            tuple((part, file["sha256"]) for part, file in files),
         )
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise DataLoss(f"{path} holds a manifest that cannot be read ({error})") from error
