@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from rheostat._errors import Unimplemented, invalid
 from rheostat._fields import token_id, utf8_text, whole_number
+from rheostat._positions import ranges_of
 from rheostat_wire.v1 import selector_pb2, types_pb2
 
 _FIRST, _LAST = -(2**31), 2**31 - 1
@@ -169,16 +170,12 @@ def _advice(where: object) -> str:
 def positions(*at: int) -> Selector:
     """Single positions, absolute from 0. Negative ones count back: -1 is the last prompt token."""
     _refuse_list("positions", at)
-    windows: list[_Window] = []
-    for position in sorted({_position(number, _LAST - 1) for number in at}):
-        last = windows[-1] if windows else None
-        if last is not None and last.end == position:
-            windows[-1] = _Window(last.start, _after(position))
-        else:
-            windows.append(_Window(position, _after(position)))
-    if not windows:
+    numbers = sorted({_position(number, _LAST - 1) for number in at})
+    if not numbers:
         raise invalid("where", "no position is given", "REASON_EMPTY_SELECTOR")
-    return Selector(tuple(windows))
+    from_end = [number for number in numbers if number < 0]
+    runs = ranges_of(from_end) + ranges_of(numbers[len(from_end) :])
+    return Selector(tuple(_Window(run.start, _after(run[-1])) for run in runs))
 
 
 def _refuse_list(name: str, given: tuple[object, ...]) -> None:

@@ -11,7 +11,7 @@ from rheostat_wire.v1 import capture_service_pb2
 
 
 def request_filter(
-    requests: str | Iterable[str] | None, labels: Mapping[str, str] | None, every: bool
+    requests: str | Iterable[str] | None, labels: Mapping[str, str] | None, every: bool | None
 ) -> capture_service_pb2.RequestFilter | None:
     """The filter of these arguments; None if none is given.
 

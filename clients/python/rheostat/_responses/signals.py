@@ -145,16 +145,18 @@ def joined(sample: int, parts: Sequence[Signals], columns: tuple[SignalColumn, .
     """The signals of a sample, from its parts in order."""
     if not parts:
         return Signals(sample, columns, values=np.zeros((0, len(columns)), np.float32))
-    rules = dict.fromkeys(name for part in parts for name in part.firings)
     return Signals(
         sample,
         columns,
         np.concatenate([part.positions for part in parts]),
         np.concatenate([part.token_ids for part in parts]),
         np.concatenate([part.values for part in parts]),
-        {
-            name: np.concatenate([part.firings[name] for part in parts if name in part.firings])
-            for name in rules
-        },
+        joined_firings([part.firings for part in parts]),
         np.concatenate([part.dropped for part in parts]),
     )
+
+
+def joined_firings(parts: Sequence[Mapping[str, IntArray]]) -> dict[str, IntArray]:
+    """The positions at which each rule fired, from parts in order."""
+    rules = dict.fromkeys(name for part in parts for name in part)
+    return {name: np.concatenate([part[name] for part in parts if name in part]) for name in rules}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Mapping
-from typing import TypedDict
+from typing import TypedDict, Unpack
 
 from rheostat._capture.captures import OVERLOADS, CaptureLike, Overload, captures_of, one_of
 from rheostat._errors import Refused, invalid
@@ -59,28 +59,17 @@ class SubscribeOptions(ResumeOptions, total=False):
 
 
 @builds_message
-def opening(
-    *,
-    capture: CaptureLike = None,
-    requests: str | Iterable[str] | None = None,
-    labels: Mapping[str, str] | None = None,
-    every: bool = False,
-    overload: Overload | None = None,
-    buffer_bytes: int | None = None,
-    credit: int = DEFAULT_CREDIT,
-    ack: Acknowledgement = "auto",
-    shared_memory: bool | None = None,
-    views: bool = False,
-) -> SubscriptionState:
+def opening(**options: Unpack[SubscribeOptions]) -> SubscriptionState:
     """The state of a new subscription. Raises InvalidRequest for errors that the client finds."""
-    captures = captures_of(capture)
+    overload, buffer_bytes = options.get("overload"), options.get("buffer_bytes")
+    captures = captures_of(options.get("capture"))
     for number, spec in enumerate(captures):
         if spec.to is not None:
             raise invalid(
                 f"open.captures[{number}].subscription_id",
                 "rows of a subscription's captures are sent to it: leave out to=",
             )
-    selected = request_filter(requests, labels, every)
+    selected = request_filter(options.get("requests"), options.get("labels"), options.get("every"))
     if captures and selected is None:
         raise invalid("open.filter", "give one of requests=, labels= and every=True")
     if selected is not None and not captures:
@@ -101,23 +90,18 @@ def opening(
         message.buffer_bytes = whole_number(
             buffer_bytes, "open.buffer_bytes", "a buffer", least=1, most=UINT64
         )
-    payloads = _payloads(shared_memory, views)
+    shared_memory = options.get("shared_memory")
+    payloads = _payloads(shared_memory, options.get("views", False))
     if shared_memory is not False:
         message.namespace = namespace()
         message.shared_memory = bool(message.namespace)
         if shared_memory and not message.namespace:
             raise Refused("this system has no /dev/shm, so it has no shared memory")
+    credit, ack = options.get("credit", DEFAULT_CREDIT), options.get("ack", "auto")
     return SubscriptionState(message, None, credit, ack, payloads)
 
 
-def resuming(
-    cursor: Cursor,
-    *,
-    credit: int = DEFAULT_CREDIT,
-    ack: Acknowledgement = "auto",
-    shared_memory: bool | None = None,
-    views: bool = False,
-) -> SubscriptionState:
+def resuming(cursor: Cursor, **options: Unpack[ResumeOptions]) -> SubscriptionState:
     """The state of a resumed subscription. Raises InvalidRequest for an invalid cursor."""
     try:
         name, sequence = cursor
@@ -128,7 +112,8 @@ def resuming(
     sequence = whole_number(
         sequence, "open.resume.after_sequence", "a sequence number", most=UINT64
     )
-    payloads = _payloads(shared_memory, views)
+    payloads = _payloads(options.get("shared_memory"), options.get("views", False))
+    credit, ack = options.get("credit", DEFAULT_CREDIT), options.get("ack", "auto")
     return SubscriptionState(None, Cursor(name, sequence), credit, ack, payloads)
 
 

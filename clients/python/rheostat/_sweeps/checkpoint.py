@@ -124,10 +124,13 @@ class Checkpoint:
         """Refuses a file of another sweep."""
         if earlier_model != model:
             raise self._invalid(f"has cells of {earlier_model}; the server runs {model}")
+        before, now = (
+            {field.name: value for field, value in one.ListFields()} for one in (earlier, request)
+        )
         other = [
             _ARGUMENTS.get(field.name, field.name)
             for field in request.DESCRIPTOR.fields
-            if _of_field(earlier, field.name) != _of_field(request, field.name)
+            if before.get(field.name) != now.get(field.name)
         ]
         if other:
             raise self._invalid(
@@ -157,11 +160,3 @@ def _comparable(
     for pair in part.pairs:
         pair.ClearField("label")
     return part
-
-
-def _of_field(request: sweep_service_pb2.SweepRequest, name: str) -> object:
-    """A field's value; None if it is absent."""
-    for field, value in request.ListFields():
-        if field.name == name:
-            return value
-    return None

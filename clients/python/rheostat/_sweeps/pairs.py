@@ -195,9 +195,7 @@ def answer_texts(pairs: Sequence[Pair]) -> Iterator[str]:
     seen: set[str] = set()
     for number, pair in enumerate(pairs):
         for name, answer in (("answer", pair.answer), ("foil", pair.foil)):
-            for alternative in (
-                () if answer is None else _alternatives(answer, f"pairs[{number}].{name}")
-            ):
+            for alternative in _alternatives(answer, f"pairs[{number}].{name}"):
                 if isinstance(alternative, str) and alternative not in seen:
                     seen.add(alternative)
                     yield alternative
@@ -205,15 +203,16 @@ def answer_texts(pairs: Sequence[Pair]) -> Iterator[str]:
 
 def answer_ids(answer: Answer | None, tokens: Mapping[str, TokenIds], path: str) -> list[TokenIds]:
     """The token ids of each alternative; none without an answer. ``tokens`` are those of texts."""
-    several = () if answer is None else _alternatives(answer, path)
     return [
         tokens[alternative] if isinstance(alternative, str) else alternative
-        for alternative in several
+        for alternative in _alternatives(answer, path)
     ]
 
 
-def _alternatives(answer: Answer, path: str) -> list[str | TokenIds]:
-    """The texts and token ids of an answer."""
+def _alternatives(answer: Answer | None, path: str) -> list[str | TokenIds]:
+    """The texts and token ids of an answer; none without an answer."""
+    if answer is None:
+        return []
     if isinstance(answer, str):
         several: Sequence[object] = [answer]
     elif not isinstance(answer, Sequence) or not answer:

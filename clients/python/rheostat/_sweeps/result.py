@@ -6,7 +6,7 @@ import json
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 from zipfile import BadZipFile
@@ -112,10 +112,6 @@ class SweepResult:
     """Tokens that the engine computed."""
     seconds: float = 0.0
     """From admission to the last cell."""
-    _by_name: dict[str, int] = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_by_name", {name: i for i, name in enumerate(self.grades)})
 
     def array(self, grade: str | None = None) -> Grid:
         """The values of a grade, the first by default: float64 [rows, columns], NaN if missing."""
@@ -202,8 +198,7 @@ class SweepResult:
         axes.set_xticks(range(columns), self.labels, rotation=45, ha="right")
         axes.set_yticks(range(rows), self.site_labels)
         axes.set_xlabel(caption)
-        single = len({site.point for site in self.sites}) == 1
-        axes.set_ylabel(f"layer of {self.sites[0].point}" if single else "site")
+        axes.set_ylabel("site" if len(self._points) > 1 else f"layer of {self.sites[0].point}")
         figure.colorbar(image, ax=axes).set_label(self.grades[number])
         if path is not None:
             figure.savefig(path, dpi=_DOTS_PER_INCH)
@@ -219,8 +214,9 @@ class SweepResult:
     @property
     def site_labels(self) -> list[str]:
         """The rows: their layers, or point and layer if there are several points."""
-        single = len({site.point for site in self.sites}) == 1
-        return [str(site.layer) if single else f"{site.point} {site.layer}" for site in self.sites]
+        if len(self._points) == 1:
+            return [str(site.layer) for site in self.sites]
+        return [f"{site.point} {site.layer}" for site in self.sites]
 
     def records(self) -> list[dict[str, object]]:
         """A dict for each cell that has values, as `pandas.DataFrame` takes them."""
@@ -366,9 +362,9 @@ class SweepResult:
     def _number(self, grade: str | None) -> int:
         if grade is None:
             return 0
-        if grade not in self._by_name:
+        if grade not in self.grades:
             raise invalid("grade", f"the grades are {', '.join(self.grades)}, not {grade!r}")
-        return self._by_name[grade]
+        return self.grades.index(grade)
 
     def _cell(self, index: int, number: int) -> Cell:
         row, column = divmod(index, len(self.columns))

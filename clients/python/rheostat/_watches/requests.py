@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, TypeAlias, TypedDict
+from typing import Literal, TypeAlias, TypedDict, Unpack
 
 from rheostat._errors import invalid
 from rheostat._event_streams.filters import request_filter
@@ -73,33 +73,23 @@ class WatchOptions(TypedDict, total=False):
 
 
 @builds_message
-def opening(
-    *,
-    probes: ProbesLike = None,
-    rules: RulesLike = None,
-    requests: str | Iterable[str] | None = None,
-    labels: Mapping[str, str] | None = None,
-    every: bool = False,
-    report: Report | None = None,
-    steers: bool = False,
-    on_lost: OnLost | None = None,
-    buffer_bytes: int | None = None,
-    credit: int = DEFAULT_CREDIT,
-) -> WatchState:
+def opening(**options: Unpack[WatchOptions]) -> WatchState:
     """The state of a new watch. Raises InvalidRequest for errors that the client finds."""
-    selected = request_filter(requests, labels, every)
+    report, on_lost = options.get("report"), options.get("on_lost")
+    buffer_bytes = options.get("buffer_bytes")
+    selected = request_filter(options.get("requests"), options.get("labels"), options.get("every"))
     if selected is None:
         raise invalid(
             "open.filter",
             "give one of requests=, labels= and every=True",
             "REASON_MISSING_FIELD",
         )
-    listed = rules_of(rules)
+    listed = rules_of(options.get("rules"))
     message = monitor_service_pb2.WatchOpen(
         filter=selected,
-        probes=probes_to_wire((), probes, listed),
+        probes=probes_to_wire((), options.get("probes"), listed),
         rules=[rule.to_wire(f"open.rules[{number}]") for number, rule in enumerate(listed)],
-        steers=steers,
+        steers=options.get("steers", False),
     )
     if not message.probes:
         raise invalid("open.probes", "give probes= or rules=", "REASON_MISSING_FIELD")
@@ -111,6 +101,7 @@ def opening(
         message.buffer_bytes = whole_number(
             buffer_bytes, "open.buffer_bytes", "a buffer", least=1, most=UINT64
         )
+    credit = options.get("credit", DEFAULT_CREDIT)
     return WatchState(message, [rule.name for rule in listed], credit)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from rheostat._errors import Refused, missing_library
 from rheostat._notebook import Picture, Watcher, notebook_output, show_in_notebook
-from rheostat._responses.signals import SignalColumn, column_numbers
+from rheostat._responses.signals import SignalColumn, column_numbers, joined_firings
 from rheostat._steering.gates import Probe
 from rheostat._watches.events import (
     Readings,
@@ -70,14 +70,9 @@ class WatchTable(Mapping[tuple[str, int], Readings]):
                 for part in event:
                     self._parts.setdefault((part.request_id, part.sample), []).append(part)
             case SignalsDropped():
-                empty = np.zeros(0, np.int64)
+                values = np.zeros((0, 0), np.float32)
                 part = Readings(
-                    event.request_id,
-                    event.sample,
-                    (),
-                    empty,
-                    np.zeros((0, 0), np.float32),
-                    dropped=event.positions,
+                    event.request_id, event.sample, (), _NONE, values, dropped=event.positions
                 )
                 self._parts.setdefault((part.request_id, part.sample), []).append(part)
             case WatchedRequestEnded():
@@ -201,16 +196,12 @@ def _joined(parts: list[Readings]) -> Readings:
     read = [part for part in parts if len(part)]
     columns = read[0].columns if read else ()
     width = len(columns)
-    rules = dict.fromkeys(name for part in parts for name in part.firings)
     return Readings(
         parts[0].request_id,
         parts[0].sample,
         columns,
         np.concatenate([part.positions for part in parts]),
         np.concatenate([part.values for part in read] or [np.zeros((0, width), np.float32)]),
-        {
-            name: np.concatenate([part.firings[name] for part in parts if name in part.firings])
-            for name in rules
-        },
+        joined_firings([part.firings for part in parts]),
         np.concatenate([part.dropped for part in parts]),
     )
