@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import weakref
-from typing import Generic, Self
+from typing import Self
 
 from rheostat._connection.aio_connection import Connection, cancelled_here
 from rheostat._errors import RheostatError
 from rheostat._event_streams.state import CLOSE_TIMEOUT, E, EventStreamState, M, not_opened_error
-from rheostat._event_streams.worker import BaseWorker
+from rheostat._event_streams.worker import BaseWorker, StreamBase
 
 
-class EventStream(Generic[M, E]):
+class EventStream(StreamBase[M, E]):
     """The methods that a subscription and a watch have in common, as `stream.EventStream`."""
 
     def __init__(self, connection: Connection, state: EventStreamState[M, E]) -> None:
         """Starts the call."""
+        self._state = state
         self._worker: StreamWorker[M, E] = StreamWorker(connection, state)
         worker = self._worker
         loop = asyncio.get_running_loop()
@@ -30,14 +31,6 @@ class EventStream(Generic[M, E]):
 
     async def __anext__(self) -> E:
         return await self._worker.next_event()
-
-    def finish(self) -> None:
-        """Take no further rows or readings; iterating ends after the events that remain.
-
-        These are the buffered events, and the last event of each running request, which sums up
-        its rows or readings so far.
-        """
-        self._worker.finish()
 
     async def close(self) -> None:
         """End the stream, and drop events that were not read. Iterating in another task ends.

@@ -10,19 +10,20 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Generic, Self
+from typing import Self
 
 from rheostat._connection.connection import Connection
 from rheostat._errors import RheostatError
 from rheostat._event_streams.state import CLOSE_TIMEOUT, E, EventStreamState, M, not_opened_error
-from rheostat._event_streams.worker import BaseWorker
+from rheostat._event_streams.worker import BaseWorker, StreamBase
 
 
-class EventStream(Generic[M, E]):
+class EventStream(StreamBase[M, E]):
     """The methods that a subscription and a watch have in common: an iterator of events."""
 
     def __init__(self, connection: Connection, state: EventStreamState[M, E]) -> None:
         """Returns once the server has opened the stream."""
+        self._state = state
         self._worker: StreamWorker[M, E] = StreamWorker(connection, state)
         worker = self._worker
         weakref.finalize(self, worker.abandon)
@@ -35,14 +36,6 @@ class EventStream(Generic[M, E]):
 
     def __next__(self) -> E:
         return self._worker.next_event()
-
-    def finish(self) -> None:
-        """Take no further rows or readings; iterating ends after the events that remain.
-
-        These are the buffered events, and the last event of each running request, which sums up
-        its rows or readings so far.
-        """
-        self._worker.finish()
 
     def close(self) -> None:
         """End the stream, and drop events that were not read. Iterating in another thread ends.

@@ -28,6 +28,21 @@ class RunningCall(Protocol):
     def cancel(self) -> None: ...
 
 
+class StreamBase(Generic[M, E]):
+    """The state and the worker of a stream, and a method that is the same in both clients."""
+
+    _state: EventStreamState[M, E]
+    _worker: BaseWorker[M, E]
+
+    def finish(self) -> None:
+        """Take no further rows or readings; iterating ends after the events that remain.
+
+        These are the buffered events, and the last event of each running request, which sums up
+        its rows or readings so far.
+        """
+        self._worker.finish()
+
+
 class BaseWorker(ABC, Generic[M, E]):
     """The life cycle of one stream. `_lock` is held around every change of its state."""
 

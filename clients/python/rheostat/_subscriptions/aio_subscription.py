@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from rheostat._connection.aio_connection import Connection
 from rheostat._event_streams.aio_stream import EventStream
 from rheostat._subscriptions.events import SubscriptionEvent
-from rheostat._subscriptions.state import SubscriptionInfo, SubscriptionState
+from rheostat._subscriptions.state import SubscriptionInfo
 from rheostat_wire.v1.capture_service_pb2 import SubscribeResponse
 
 
@@ -20,15 +19,6 @@ class Subscription(EventStream[SubscribeResponse, SubscriptionEvent], Subscripti
     this task is cancelled while it waits, no event is lost. Closing ends the loop. If the task that
     closed it early begins another loop, it gets `Refused`.
     """
-
-    def __init__(self, connection: Connection, state: SubscriptionState) -> None:
-        """Made by `Engine`; starts the call."""
-        SubscriptionInfo.__init__(self, state)
-        EventStream.__init__(self, connection, state)
-
-    def ack(self) -> None:
-        """Acknowledge all events that were read, as `rheostat.Subscription.ack`."""
-        self._worker.acknowledge()
 
     async def leave(self) -> None:
         """Stop reading, so that it can be resumed, as `rheostat.Subscription.leave`."""

@@ -7,6 +7,7 @@ from rheostat._capture.encodings import Numbers, payload_size
 from rheostat._connection.calls import BidiCall
 from rheostat._errors import Refused
 from rheostat._event_streams.state import Acknowledgement, EventStreamState, Heartbeat, Request
+from rheostat._event_streams.worker import StreamBase
 from rheostat._subscriptions.event_reader import EventReader, to_attached
 from rheostat._subscriptions.events import Attached, Cursor, SubscriptionEvent
 from rheostat._subscriptions.payloads import Payloads
@@ -103,11 +104,10 @@ class SubscriptionState(EventStreamState[_Response, SubscriptionEvent]):
         return self.payloads.read(tensor, lambda: sequence > self._processed.sequence)
 
 
-class SubscriptionInfo(RowDestination):
+class SubscriptionInfo(RowDestination, StreamBase[_Response, SubscriptionEvent]):
     """The public properties of a subscription, the same in both clients."""
 
-    def __init__(self, state: SubscriptionState) -> None:
-        self._state = state
+    _state: SubscriptionState
 
     def __repr__(self) -> str:
         return f"Subscription({self._state.id!r})" if self._state.id else "Subscription(not open)"
@@ -152,6 +152,13 @@ class SubscriptionInfo(RowDestination):
     def acknowledged(self) -> Cursor:
         """The place after the last event that was acknowledged, for `Engine.resume`."""
         return self._state.acknowledged
+
+    def ack(self) -> None:
+        """Acknowledge all events that were read; the server then discards them.
+
+        Raises Refused in the thread or task that closed the subscription early.
+        """
+        self._worker.acknowledge()
 
     @property
     def last_heartbeat(self) -> Heartbeat | None:

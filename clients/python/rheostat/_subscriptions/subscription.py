@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from rheostat._connection.connection import Connection
 from rheostat._event_streams.stream import EventStream
 from rheostat._subscriptions.events import SubscriptionEvent
-from rheostat._subscriptions.state import SubscriptionInfo, SubscriptionState
+from rheostat._subscriptions.state import SubscriptionInfo
 from rheostat_wire.v1.capture_service_pb2 import SubscribeResponse
 
 
@@ -25,18 +24,6 @@ class Subscription(EventStream[SubscribeResponse, SubscriptionEvent], Subscripti
     client was too slow, and `Aborted` if another call continues the subscription. Closing ends the
     loop. If the thread that closed it early begins another loop, it gets `Refused`.
     """
-
-    def __init__(self, connection: Connection, state: SubscriptionState) -> None:
-        """Returns once the subscription is open."""
-        SubscriptionInfo.__init__(self, state)
-        EventStream.__init__(self, connection, state)
-
-    def ack(self) -> None:
-        """Acknowledge all events that were read; the server then discards them.
-
-        Raises Refused in the thread that closed the subscription early.
-        """
-        self._worker.acknowledge()
 
     def leave(self) -> None:
         """Stop reading, so that `Engine.resume` can continue within the server's resume window.

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from rheostat._errors import Refused
+from rheostat._event_streams.worker import StreamBase
 from rheostat._responses.signals import SignalColumn
 from rheostat._steering.steering import SteeringLike
+from rheostat._watches.events import WatchEvent
 from rheostat._watches.requests import gain_request, steer_request, stop_request
 from rheostat._watches.state import WatchState
 from rheostat_wire.v1 import monitor_service_pb2
 
 
-class WatchControls(ABC):
+class WatchControls(StreamBase[monitor_service_pb2.WatchResponse, WatchEvent]):
     """The properties of a watch, and its updates, the same in both clients."""
 
-    def __init__(self, state: WatchState) -> None:
-        self._state = state
+    _state: WatchState
 
     def __repr__(self) -> str:
         return f"Watch({self._state.id!r})" if self._state.id else "Watch(not open)"
@@ -101,6 +101,6 @@ class WatchControls(ABC):
         """
         return self._update(gain_request(request_id, factor, interventions))
 
-    @abstractmethod
     def _update(self, message: monitor_service_pb2.WatchRequest) -> int:
         """Sends an update; returns its id."""
+        return self._worker.act(lambda: self._state.update(message))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from rheostat._connection.connection import Connection
 from rheostat._event_streams.stream import EventStream
 from rheostat._watches.controls import WatchControls
 from rheostat._watches.events import WatchEvent
-from rheostat._watches.state import WatchState
-from rheostat_wire.v1.monitor_service_pb2 import WatchRequest, WatchResponse
+from rheostat_wire.v1.monitor_service_pb2 import WatchResponse
 
 
 class Watch(EventStream[WatchResponse, WatchEvent], WatchControls):
@@ -29,11 +27,3 @@ class Watch(EventStream[WatchResponse, WatchEvent], WatchControls):
     this client was too slow. Closing ends the loop. If the thread that closed it early begins
     another loop, it gets `Refused`.
     """
-
-    def __init__(self, connection: Connection, state: WatchState) -> None:
-        """Returns once the watch is open."""
-        WatchControls.__init__(self, state)
-        EventStream.__init__(self, connection, state)
-
-    def _update(self, message: WatchRequest) -> int:
-        return self._worker.act(lambda: self._state.update(message))
