@@ -17,7 +17,7 @@ from rheostat._capture.artifacts import Artifact, SinkInfo
 from rheostat._client import calls, lens_calls, run_calls
 from rheostat._client.aio_conditions import Conditions
 from rheostat._client.aio_steering import Steering
-from rheostat._client.aio_streams import Reader, Session, Stream
+from rheostat._client.aio_streams import Session, Stream, result_of
 from rheostat._client.aio_vectors import Vectors
 from rheostat._client.requests import GenerateOptions, check_options, generate_request
 from rheostat._client.run_calls import CapturedRun, ExactEncoding, RowsBySite
@@ -205,9 +205,7 @@ class Engine:
             steering=steering,
             lora=lora,
         )
-        responses = self._connection.download(call, timeout)
-        async with Reader(responses, call.accumulator()) as reader:
-            return await reader.result()
+        return await result_of(self._connection, call, timeout)
 
     async def attribute(
         self,
@@ -299,9 +297,8 @@ class Engine:
             while True:
                 found.leave_out(request)
                 before = found.count
-                responses = self._connection.download(calls.sweep(request, found), timeout)
                 try:
-                    await Reader(responses, found).result()
+                    await result_of(self._connection, calls.sweep(request, found), timeout)
                     break
                 except Unavailable:
                     failures = 1 if found.count > before else failures + 1
@@ -477,9 +474,7 @@ class Engine:
         call = run_calls.read_rows(
             run, points=points, layers=layers, positions=positions, encoding=encoding
         )
-        responses = self._connection.download(call, self._connection.limit(timeout))
-        async with Reader(responses, call.accumulator()) as reader:
-            return await reader.result()
+        return await result_of(self._connection, call, self._connection.limit(timeout))
 
     async def put_run(
         self,

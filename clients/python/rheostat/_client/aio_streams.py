@@ -11,7 +11,7 @@ from typing import Generic, Self
 
 from rheostat._client.sessions import SESSION, SessionAccumulator, SessionEvent, Updates
 from rheostat._connection.aio_connection import Connection, Responses
-from rheostat._connection.calls import Accumulator, Answer, Result, Step
+from rheostat._connection.calls import Accumulator, Answer, DownloadCall, Result, Step
 from rheostat._errors import RheostatError
 from rheostat._responses.accumulator import GenerationAccumulator
 from rheostat._responses.results import Event, Generation
@@ -55,6 +55,15 @@ class Reader(Generic[Answer, Step, Result]):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._responses.target!r})"
+
+
+async def result_of(
+    connection: Connection, call: DownloadCall[Answer, Step, Result], timeout: float | None
+) -> Result:
+    """Carry out a call with many answers; its result. ``timeout`` None: no limit."""
+    responses = connection.download(call, timeout)
+    async with Reader(responses, call.accumulator()) as reader:
+        return await reader.result()
 
 
 class Stream(Reader[generation_service_pb2.GenerateResponse, Event, Generation]):

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from rheostat._arrays import ArrayLike, Element
 from rheostat._client import vector_calls
-from rheostat._client.aio_streams import Reader
+from rheostat._client.aio_streams import result_of
 from rheostat._connection.aio_connection import Connection
 from rheostat._fields import checks_arguments
 from rheostat._points import LayersLike, PointsLike
@@ -73,9 +73,8 @@ class Vectors:
         self, name: str | None = None, *, digest: str | None = None, timeout: float | None = None
     ) -> Vector:
         """Fetch a vector with its numbers (``vector.values``), by name or by digest."""
-        call, timeout = vector_calls.get_vector(name, digest), self._connection.limit(timeout)
-        responses = self._connection.download(call, timeout)
-        return await Reader(responses, call.accumulator()).result()
+        call = vector_calls.get_vector(name, digest)
+        return await result_of(self._connection, call, self._connection.limit(timeout))
 
     @checks_arguments
     async def derive(
@@ -126,9 +125,7 @@ class Vectors:
             lora=lora,
             progress=progress,
         )
-        responses = self._connection.download(call, timeout)
-        async with Reader(responses, call.accumulator()) as reader:
-            return await reader.result()
+        return await result_of(self._connection, call, timeout)
 
     @checks_arguments
     async def set_name(

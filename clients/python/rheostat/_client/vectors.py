@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from rheostat._arrays import ArrayLike, Element
 from rheostat._client import vector_calls
-from rheostat._client.streams import Reader
+from rheostat._client.streams import result_of
 from rheostat._connection.connection import Connection
 from rheostat._fields import checks_arguments
 from rheostat._points import LayersLike, PointsLike
@@ -74,9 +74,8 @@ class Vectors:
         self, name: str | None = None, *, digest: str | None = None, timeout: float | None = None
     ) -> Vector:
         """Fetch a vector with its numbers (``vector.values``), by name or by digest."""
-        call, timeout = vector_calls.get_vector(name, digest), self._connection.limit(timeout)
-        responses = self._connection.download(call, timeout)
-        return Reader(responses, call.accumulator()).result()
+        call = vector_calls.get_vector(name, digest)
+        return result_of(self._connection, call, self._connection.limit(timeout))
 
     @checks_arguments
     def derive(
@@ -127,9 +126,7 @@ class Vectors:
             lora=lora,
             progress=progress,
         )
-        responses = self._connection.download(call, timeout)
-        with Reader(responses, call.accumulator()) as reader:
-            return reader.result()
+        return result_of(self._connection, call, timeout)
 
     @checks_arguments
     def set_name(
