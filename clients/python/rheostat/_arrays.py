@@ -153,12 +153,7 @@ def _numpy(array: object) -> npt.NDArray[np.generic]:
     try:
         return np.asarray(tensor.numpy())
     except TypeError:  # torch.bfloat16 has no numpy type; float32 holds it exactly
-        return _bfloat16(np.asarray(tensor.float().numpy(), dtype=np.float32))
-
-
-def _bfloat16(numbers: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
-    """Rounds to bfloat16, whose bits are stored in a record with one field named "bfloat16"."""
-    return narrow(numbers.astype(np.float32), "bfloat16").view(BFLOAT16)
+        return narrow(np.asarray(tensor.float().numpy(), np.float32), "bfloat16").view(BFLOAT16)
 
 
 BFLOAT16 = np.dtype([("bfloat16", "<u2")])
@@ -177,7 +172,7 @@ def _stored(
     if dtype == "bfloat16":
         if (numbers.dtype.kind, numbers.dtype.itemsize) == ("u", 2):
             return "bfloat16", numbers.astype("<u2")
-        return "bfloat16", _bfloat16(_floats(numbers)).view(np.uint16).astype("<u2")
+        return "bfloat16", narrow(_floats(numbers).astype(np.float32), "bfloat16")
     element: Element = dtype or ("float16" if numbers.dtype == np.float16 else "float32")
     if element not in STORAGE:
         names = ", ".join(STORAGE)

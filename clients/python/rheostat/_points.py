@@ -286,6 +286,11 @@ def site_to_wire(site: Site) -> types_pb2.Site:
     return types_pb2.Site(point=_TO_WIRE[site.point], layer=site.layer)
 
 
+def site_order(site: Site) -> tuple[int, int]:
+    """Sort key of a site: its layer, then the number of its point on the wire."""
+    return site.layer, _TO_WIRE[site.point]
+
+
 def read_site(message: types_pb2.Site) -> Site:
     return _site(message.point, message.layer)
 

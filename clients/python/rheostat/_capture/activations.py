@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from rheostat._capture.encodings import RAW, Encoding, Numbers, read_tensor
 from rheostat._errors import ServerError, invalid
-from rheostat._points import Point, PointLike, Site, point_of, read_site
+from rheostat._points import Point, PointLike, Site, point_of, read_site, site_order
 from rheostat_wire.dtypes import FloatArray
 from rheostat_wire.v1 import capture_pb2, tensor_pb2, types_pb2
 
@@ -136,7 +136,7 @@ class Activations(Mapping[tuple[Point, int], FloatArray]):
         """
         self._in_answer = in_answer
         self._destinations = tuple(dict.fromkeys(destinations))
-        self._sites = {site: _merge(rows) for site, rows in sorted(parts.items(), key=_order)}
+        self._sites = {site: _merge(parts[site]) for site in sorted(parts, key=site_order)}
 
     def __getitem__(self, key: tuple[PointLike, int]) -> FloatArray:
         """The rows of a site, float32 [rows, width]; of "rp8" their projection.
@@ -236,14 +236,6 @@ class Activations(Mapping[tuple[Point, int], FloatArray]):
             for rows in parts
         ]
         return f"Activations({', '.join(shapes)})"
-
-
-_POINT_ORDER = {point: order for order, point in enumerate(Point)}
-
-
-def _order(parts: tuple[Site, list[Rows]]) -> tuple[int, int]:
-    site, _ = parts
-    return site.layer, _POINT_ORDER[site.point]
 
 
 def _merge(parts: list[Rows]) -> tuple[Rows, ...]:

@@ -19,7 +19,7 @@ from rheostat._errors import InvalidRequest
 from rheostat._fields import whole_number
 from rheostat._files._errors import bad_file, replacing
 from rheostat._files._tensors import TensorFile, write_tensors
-from rheostat._points import Point, Site, point_of, site_to_wire
+from rheostat._points import Point, Site, point_of, site_order
 from rheostat._runs import RunInfo
 from rheostat_wire.dtypes import narrow
 
@@ -76,14 +76,9 @@ def load_run(path: Path) -> StoredRun:
         raise bad_file(path, f"is no run ({error})", "write runs with rheostat runs get") from error
     rows: dict[tuple[Point | str, int], npt.NDArray[np.generic]] = {
         sites[name]: file.array(name)
-        for name in sorted(sites, key=lambda name: _site_order(sites[name]))
+        for name in sorted(sites, key=lambda name: site_order(sites[name]))
     }
     return StoredRun(rows=rows, labels=labels, **numbers)
-
-
-def _site_order(site: Site) -> tuple[int, int]:
-    """Sort key of a site: its layer, then the number of its point on the wire."""
-    return site.layer, site_to_wire(site).point
 
 
 def _site(name: str) -> Site:

@@ -13,14 +13,13 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from rheostat._capture.activations import Activations, Rows, positions_of, read_captured
+from rheostat._capture.activations import Activations, Rows, read_captured
 from rheostat._errors import DataLoss, ServerError
 from rheostat._fields import counted
 from rheostat._points import Site
 from rheostat._responses.receipts import Receipt, read_receipt
 from rheostat._responses.results import (
     Divergence,
-    DroppedRows,
     Event,
     Finished,
     Generation,
@@ -31,6 +30,7 @@ from rheostat._responses.results import (
     TokenLogprob,
     TokenLogprobs,
     Tokens,
+    read_dropped,
     read_finish_reason,
 )
 from rheostat._responses.signals import SignalColumn, Signals, joined, read_signals, read_table
@@ -120,18 +120,7 @@ class GenerationAccumulator:
             case "captured":
                 return self._captured(message.captured)
             case "dropped":
-                lost = message.dropped
-                return [
-                    DroppedRows(
-                        0,
-                        self._started.request_id,
-                        lost.capture_index,
-                        lost.sample,
-                        lost.baseline,
-                        positions_of(lost.positions),
-                        lost.row_count,
-                    )
-                ]
+                return [read_dropped(message.dropped, 0, self._started.request_id)]
             case "signal_table":
                 self._columns = read_table(message.signal_table)
                 return []

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias, cast
 
-from rheostat._capture.activations import Activations, IntArray, Rows
+from rheostat._capture.activations import Activations, IntArray, Rows, positions_of
 from rheostat._fields import read_word
 from rheostat._notebook import passage, table
 from rheostat._responses.receipts import Receipt
 from rheostat._responses.signals import Signals
 from rheostat_wire.dtypes import FloatArray
-from rheostat_wire.v1 import types_pb2
+from rheostat_wire.v1 import capture_pb2, types_pb2
 
 FinishReason: TypeAlias = Literal["stop", "length", "aborted", "rule", "error", "watch"]
 """Why a sample ended: end token or stop text; max_tokens; abort; rule; failure; watch."""
@@ -152,6 +152,18 @@ class DroppedRows:
     """Absolute positions, int64 [positions], at each of the capture's sites."""
     row_count: int
     """Positions times sites."""
+
+
+def read_dropped(message: capture_pb2.Dropped, sequence: int, request_id: str) -> DroppedRows:
+    return DroppedRows(
+        sequence,
+        request_id,
+        message.capture_index,
+        message.sample,
+        message.baseline,
+        positions_of(message.positions),
+        message.row_count,
+    )
 
 
 Event: TypeAlias = (

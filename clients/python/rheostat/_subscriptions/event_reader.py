@@ -13,10 +13,10 @@ from functools import partial
 
 import google_crc32c
 
-from rheostat._capture.activations import positions_of, read_captured_tensor
+from rheostat._capture.activations import read_captured_tensor
 from rheostat._capture.encodings import Numbers
 from rheostat._errors import DataLoss, ServerError
-from rheostat._responses.results import DroppedRows, read_finish_reason
+from rheostat._responses.results import DroppedRows, read_dropped, read_finish_reason
 from rheostat._subscriptions.events import Attached, CapturedRows, EndOfRequest, SubscriptionEvent
 from rheostat_wire.v1 import capture_pb2, capture_service_pb2, tensor_pb2
 
@@ -82,15 +82,7 @@ class EventReader:
 
     def _dropped(self, sequence: int, message: capture_pb2.Dropped) -> DroppedRows:
         self._counts_of(message.request_id).dropped += message.row_count
-        return DroppedRows(
-            sequence,
-            message.request_id,
-            message.capture_index,
-            message.sample,
-            message.baseline,
-            positions_of(message.positions),
-            message.row_count,
-        )
+        return read_dropped(message, sequence, message.request_id)
 
     def _end(self, sequence: int, message: capture_service_pb2.EndOfRequest) -> EndOfRequest:
         received = self._counts.pop(message.request_id, _RequestCounts())
@@ -122,14 +114,8 @@ class EventReader:
 def _may_continue(received: _RequestCounts, sent: _RequestCounts) -> bool:
     """Whether another client may have read the first events of a request."""
     before = (sent.chunks, sent.dropped) != (received.chunks, received.dropped)
-    return before and all(
-        part <= whole
-        for part, whole in (
-            (received.chunks, sent.chunks),
-            (received.rows, sent.rows),
-            (received.dropped, sent.dropped),
-        )
-    )
+    fits = received.chunks <= sent.chunks and received.dropped <= sent.dropped
+    return before and fits and received.rows <= sent.rows
 
 
 def _show_counts(counts: _RequestCounts) -> str:
