@@ -7,7 +7,7 @@ import pytest
 
 import rheostat
 from rheostat._client.sessions import Updates
-from rheostat._watches.requests import gain_request
+from rheostat._watches.controls import WatchControls
 from rheostat_wire.v1 import generation_service_pb2, steering_service_pb2
 
 JOY = rheostat.inline([1.0, 2.0], points="resid_post", layers=3)
@@ -196,7 +196,7 @@ def test_a_gain_of_the_wrong_type_is_answered_with_what_it_takes(arguments, said
     updates = Updates(generation_service_pb2.GenerateRequest(), lambda _: None)
     for make in (
         lambda: updates.gain(factor, interventions),
-        lambda: gain_request("a", factor, interventions),
+        lambda: WatchControls().gain("a", factor, interventions),
     ):
         assert message_of(make) == said
 

@@ -12,7 +12,6 @@ from typing import TypeAlias
 
 from rheostat._connection.calls import BidiCall
 from rheostat._errors import NotFound, Refused
-from rheostat._fields import builds_message
 from rheostat._responses.accumulator import GenerationAccumulator
 from rheostat._responses.results import Event, Generation
 from rheostat._responses.updates import UpdateApplied, UpdateRefused, read_applied, read_refused
@@ -53,7 +52,8 @@ class Updates:
 
     def gain(self, factor: float, interventions: Sequence[int]) -> int:
         """Multiply the request's steering by a number. Raises Refused if the request has ended."""
-        return self._update(_gain(factor, interventions))
+        message = gain_to_wire(factor, interventions)
+        return self._update(generation_service_pb2.SessionRequest(gain=message))
 
     def stop(self) -> None:
         """End the request, if it has not ended."""
@@ -130,8 +130,3 @@ class SessionAccumulator:
     def result(self) -> Generation:
         """The generation, once the stream has ended with OK."""
         return self._generation.result()
-
-
-@builds_message
-def _gain(factor: float, interventions: Sequence[int]) -> generation_service_pb2.SessionRequest:
-    return generation_service_pb2.SessionRequest(gain=gain_to_wire(factor, interventions))

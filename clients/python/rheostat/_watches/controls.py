@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from rheostat._errors import Refused
 from rheostat._event_streams.worker import StreamBase
+from rheostat._fields import utf8_text
 from rheostat._responses.signals import SignalColumn
-from rheostat._steering.steering import SteeringLike
+from rheostat._steering.steering import SteeringLike, gain_to_wire, steering_to_wire
 from rheostat._watches.events import WatchEvent
-from rheostat._watches.requests import gain_request, steer_request, stop_request
 from rheostat._watches.state import WatchState
-from rheostat_wire.v1 import monitor_service_pb2
+from rheostat_wire.v1 import monitor_service_pb2, steering_pb2
 
 
 class WatchControls(StreamBase[monitor_service_pb2.WatchResponse, WatchEvent]):
@@ -62,7 +62,11 @@ class WatchControls(StreamBase[monitor_service_pb2.WatchResponse, WatchEvent]):
             ResourceExhausted: the answers to 4096 updates were not read. The program reads the
                 watch's events too slowly for its updates.
         """
-        return self._update(stop_request(request_id, label))
+        stop = monitor_service_pb2.WatchStop(
+            request_id=utf8_text(request_id, "stop.request_id", "a request id"),
+            label=utf8_text(label, "stop.label", "a label"),
+        )
+        return self._update(monitor_service_pb2.WatchRequest(stop=stop))
 
     def steer(self, request_id: str, steering: SteeringLike) -> int:
         """Set the watch's own layer of a request's steering, and return the update's id at once.
@@ -79,7 +83,11 @@ class WatchControls(StreamBase[monitor_service_pb2.WatchResponse, WatchEvent]):
             InvalidRequest: an argument is malformed.
             Refused, ResourceExhausted: as for `stop`.
         """
-        return self._update(steer_request(request_id, steering))
+        steer = monitor_service_pb2.WatchSteer(
+            request_id=utf8_text(request_id, "steer.request_id", "a request id"),
+            layer=steering_to_wire(steering) or steering_pb2.Steering(),
+        )
+        return self._update(monitor_service_pb2.WatchRequest(steer=steer))
 
     def gain(self, request_id: str, factor: float, interventions: Sequence[int] = ()) -> int:
         """Multiply a request's own steering by a number, and return the update's id at once.
@@ -99,7 +107,11 @@ class WatchControls(StreamBase[monitor_service_pb2.WatchResponse, WatchEvent]):
             InvalidRequest: an argument is malformed.
             Refused, ResourceExhausted: as for `stop`.
         """
-        return self._update(gain_request(request_id, factor, interventions))
+        steer = monitor_service_pb2.WatchSteer(
+            request_id=utf8_text(request_id, "steer.request_id", "a request id"),
+            gain=gain_to_wire(factor, interventions),
+        )
+        return self._update(monitor_service_pb2.WatchRequest(steer=steer))
 
     def _update(self, message: monitor_service_pb2.WatchRequest) -> int:
         """Sends an update; returns its id."""

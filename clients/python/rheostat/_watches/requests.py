@@ -1,18 +1,17 @@
-"""Builds the state of a watch from the arguments of watch, and its updates."""
+"""Builds the state of a watch from the arguments of watch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Literal, TypeAlias, TypedDict, Unpack
 
 from rheostat._errors import invalid
 from rheostat._event_streams.filters import request_filter
 from rheostat._event_streams.state import DEFAULT_CREDIT
-from rheostat._fields import UINT64, builds_message, utf8_text, whole_number, word
+from rheostat._fields import UINT64, builds_message, whole_number, word
 from rheostat._steering.rules import ProbesLike, RulesLike, probes_to_wire, rules_of
-from rheostat._steering.steering import SteeringLike, gain_to_wire, steering_to_wire
 from rheostat._watches.state import WatchState
-from rheostat_wire.v1 import monitor_service_pb2, steering_pb2
+from rheostat_wire.v1 import monitor_service_pb2
 
 Report: TypeAlias = Literal["every", "fired", "summary"]
 """Which tokens a watch reports: every token that a probe reads, those at which a rule fired, or
@@ -103,38 +102,3 @@ def opening(**options: Unpack[WatchOptions]) -> WatchState:
         )
     credit = options.get("credit", DEFAULT_CREDIT)
     return WatchState(message, [rule.name for rule in listed], credit)
-
-
-@builds_message
-def stop_request(request_id: str, label: str) -> monitor_service_pb2.WatchRequest:
-    """The update that ends a request."""
-    return monitor_service_pb2.WatchRequest(
-        stop=monitor_service_pb2.WatchStop(
-            request_id=utf8_text(request_id, "stop.request_id", "a request id"),
-            label=utf8_text(label, "stop.label", "a label"),
-        )
-    )
-
-
-@builds_message
-def gain_request(
-    request_id: str, factor: float, interventions: Sequence[int]
-) -> monitor_service_pb2.WatchRequest:
-    """The update that multiplies a request's steering."""
-    return monitor_service_pb2.WatchRequest(
-        steer=monitor_service_pb2.WatchSteer(
-            request_id=utf8_text(request_id, "steer.request_id", "a request id"),
-            gain=gain_to_wire(factor, interventions),
-        )
-    )
-
-
-@builds_message
-def steer_request(request_id: str, steering: SteeringLike) -> monitor_service_pb2.WatchRequest:
-    """The update that sets the watch's layer of a request's steering."""
-    return monitor_service_pb2.WatchRequest(
-        steer=monitor_service_pb2.WatchSteer(
-            request_id=utf8_text(request_id, "steer.request_id", "a request id"),
-            layer=steering_to_wire(steering) or steering_pb2.Steering(),
-        )
-    )
