@@ -1,4 +1,4 @@
-"""Readers of response streams of the asyncio client: running generations and sessions.
+"""Readers of answers of the asyncio client: running generations and sessions, and listings.
 
 ``tools/generate`` writes the synchronous twin, ``streams.py``, from this module.
 """
@@ -11,7 +11,16 @@ from typing import Generic, Self
 
 from rheostat._client.sessions import SESSION, SessionAccumulator, SessionEvent, Updates
 from rheostat._connection.aio_connection import Connection, Responses
-from rheostat._connection.calls import Accumulator, Answer, DownloadCall, Result, Step
+from rheostat._connection.calls import (
+    Accumulator,
+    Answer,
+    DownloadCall,
+    Item,
+    Page,
+    PagedCall,
+    Result,
+    Step,
+)
 from rheostat._errors import RheostatError
 from rheostat._responses.accumulator import GenerationAccumulator
 from rheostat._responses.results import Event, Generation
@@ -64,6 +73,18 @@ async def result_of(
     responses = connection.download(call, timeout)
     async with Reader(responses, call.accumulator()) as reader:
         return await reader.result()
+
+
+async def entries_of(connection: Connection, call: PagedCall[Page, Item]) -> list[Item]:
+    """The entries of every page of a listing."""
+    entries: list[Item] = []
+    token = ""
+    while True:
+        page = await connection.unary(call.page(token))
+        entries += call.read(page)
+        token = page.next_page_token
+        if not token:
+            return entries
 
 
 class Stream(Reader[generation_service_pb2.GenerateResponse, Event, Generation]):

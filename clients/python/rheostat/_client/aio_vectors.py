@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from rheostat._arrays import ArrayLike, Element
 from rheostat._client import vector_calls
-from rheostat._client.aio_streams import result_of
+from rheostat._client.aio_streams import entries_of, result_of
 from rheostat._connection.aio_connection import Connection
 from rheostat._fields import checks_arguments
 from rheostat._points import LayersLike, PointsLike
@@ -161,7 +161,7 @@ class Vectors:
 
     async def list(self, prefix: str = "") -> list[VectorInfo]:
         """Stored vectors whose name begins with ``prefix``, by name; "" adds unnamed vectors."""
-        return await self._connection.paged(vector_calls.list_vectors(prefix))
+        return await entries_of(self._connection, vector_calls.list_vectors(prefix))
 
     async def delete(self, name: str) -> str:
         """Delete a name and return its vector's digest. Running requests keep the vector."""

@@ -11,14 +11,7 @@ from grpc_health.v1 import health_pb2
 from rheostat._capture.artifacts import Artifact, SinkInfo, read_artifacts, read_sinks
 from rheostat._client import requests
 from rheostat._client.requests import GenerateOptions
-from rheostat._connection.calls import (
-    PAGE,
-    DownloadCall,
-    PagedCall,
-    Result,
-    UnaryCall,
-    every_page,
-)  # fmt: skip
+from rheostat._connection.calls import PAGE, DownloadCall, PagedCall, Result, UnaryCall
 from rheostat._fields import UINT64, builds_message, utf8_text, whole_number
 from rheostat._prompts import Prompt, put_prompt
 from rheostat._responses.accumulator import GenerationAccumulator
@@ -113,28 +106,28 @@ def stats() -> UnaryCall[engine_service_pb2.GetStatsResponse, Stats]:
     )
 
 
-def sinks() -> PagedCall[capture_service_pb2.ListSinksResponse, list[SinkInfo]]:
-    pages = yield from every_page(
+def sinks() -> PagedCall[capture_service_pb2.ListSinksResponse, SinkInfo]:
+    return PagedCall(
         "/rheostat.v1.CaptureService/ListSinks",
         lambda token: capture_service_pb2.ListSinksRequest(page_size=PAGE, page_token=token),
         capture_service_pb2.ListSinksResponse,
+        read_sinks,
     )
-    return [sink for page in pages for sink in read_sinks(page)]
 
 
 def artifacts(
     request_id: str, sink_name: str
-) -> PagedCall[capture_service_pb2.GetArtifactsResponse, list[Artifact]]:
+) -> PagedCall[capture_service_pb2.GetArtifactsResponse, Artifact]:
     utf8_text(request_id, "request_id", "a request's id")
     utf8_text(sink_name, "sink_name", "a sink's name")
-    pages = yield from every_page(
+    return PagedCall(
         "/rheostat.v1.CaptureService/GetArtifacts",
         lambda token: capture_service_pb2.GetArtifactsRequest(
             request_id=request_id, sink_name=sink_name, page_size=PAGE, page_token=token
         ),
         capture_service_pb2.GetArtifactsResponse,
+        read_artifacts,
     )
-    return [artifact for page in pages for artifact in read_artifacts(page)]
 
 
 def health() -> UnaryCall[health_pb2.HealthCheckResponse, str]:

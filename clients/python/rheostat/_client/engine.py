@@ -17,7 +17,7 @@ from rheostat._capture.artifacts import Artifact, SinkInfo
 from rheostat._client import calls, lens_calls, run_calls
 from rheostat._client.conditions import Conditions
 from rheostat._client.steering import Steering
-from rheostat._client.streams import Session, Stream, result_of
+from rheostat._client.streams import Session, Stream, entries_of, result_of
 from rheostat._client.vectors import Vectors
 from rheostat._client.requests import GenerateOptions, check_options, generate_request
 from rheostat._client.run_calls import CapturedRun, ExactEncoding, RowsBySite
@@ -394,15 +394,15 @@ class Engine:
 
     def sinks(self) -> list[SinkInfo]:
         """The server's sinks, by name."""
-        return self._connection.paged(calls.sinks())
+        return entries_of(self._connection, calls.sinks())
 
     def artifacts(self, request_id: str, *, sink_name: str = "") -> list[Artifact]:
         """The files that the sinks, or one sink, wrote for a request. Raises NotFound if none."""
-        return self._connection.paged(calls.artifacts(request_id, sink_name))
+        return entries_of(self._connection, calls.artifacts(request_id, sink_name))
 
     def runs(self) -> list[RunInfo]:
         """The runs that the server has stored, oldest first; `Capture(to=Run())` stores a run."""
-        return self._connection.paged(run_calls.list_runs())
+        return entries_of(self._connection, run_calls.list_runs())
 
     def run(self, run_id: str) -> RunInfo:
         """A stored run, without its rows. Raises NotFound if there is none."""

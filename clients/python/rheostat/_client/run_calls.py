@@ -14,14 +14,7 @@ from google.protobuf.message import Message
 from rheostat._arrays import ArrayLike, Element, raw_tensor, rows_data
 from rheostat._capture.activations import Activations, Rows, read_captured
 from rheostat._capture.encodings import WIRE_ENCODINGS
-from rheostat._connection.calls import (
-    PAGE,
-    DownloadCall,
-    PagedCall,
-    UnaryCall,
-    UploadCall,
-    every_page,
-)  # fmt: skip
+from rheostat._connection.calls import PAGE, DownloadCall, PagedCall, UnaryCall, UploadCall
 from rheostat._errors import invalid
 from rheostat._fields import builds_message, counted, utf8_text, whole_number
 from rheostat._points import (
@@ -277,13 +270,13 @@ def _dtype(element: Element) -> tensor_pb2.Dtype.ValueType:
     return TO_WIRE[element]
 
 
-def list_runs() -> PagedCall[run_service_pb2.ListRunsResponse, list[RunInfo]]:
-    pages = yield from every_page(
+def list_runs() -> PagedCall[run_service_pb2.ListRunsResponse, RunInfo]:
+    return PagedCall(
         "/rheostat.v1.RunService/ListRuns",
         lambda token: run_service_pb2.ListRunsRequest(page_size=PAGE, page_token=token),
         run_service_pb2.ListRunsResponse,
+        lambda page: [read_run(run) for run in page.runs],
     )
-    return [read_run(run) for page in pages for run in page.runs]
 
 
 def delete_run(run_id: str) -> UnaryCall[run_service_pb2.DeleteRunResponse, int]:

@@ -12,7 +12,16 @@ from typing import Generic, Self
 
 from rheostat._client.sessions import SESSION, SessionAccumulator, SessionEvent, Updates
 from rheostat._connection.connection import Connection, Responses
-from rheostat._connection.calls import Accumulator, Answer, DownloadCall, Result, Step
+from rheostat._connection.calls import (
+    Accumulator,
+    Answer,
+    DownloadCall,
+    Item,
+    Page,
+    PagedCall,
+    Result,
+    Step,
+)
 from rheostat._errors import RheostatError
 from rheostat._responses.accumulator import GenerationAccumulator
 from rheostat._responses.results import Event, Generation
@@ -65,6 +74,18 @@ def result_of(
     responses = connection.download(call, timeout)
     with Reader(responses, call.accumulator()) as reader:
         return reader.result()
+
+
+def entries_of(connection: Connection, call: PagedCall[Page, Item]) -> list[Item]:
+    """The entries of every page of a listing."""
+    entries: list[Item] = []
+    token = ""
+    while True:
+        page = connection.unary(call.page(token))
+        entries += call.read(page)
+        token = page.next_page_token
+        if not token:
+            return entries
 
 
 class Stream(Reader[generation_service_pb2.GenerateResponse, Event, Generation]):

@@ -8,14 +8,7 @@ from functools import partial
 import numpy.typing as npt
 
 from rheostat._arrays import ArrayLike, Element, vector_data
-from rheostat._connection.calls import (
-    PAGE,
-    DownloadCall,
-    PagedCall,
-    UnaryCall,
-    UploadCall,
-    every_page,
-)  # fmt: skip
+from rheostat._connection.calls import PAGE, DownloadCall, PagedCall, UnaryCall, UploadCall
 from rheostat._errors import invalid
 from rheostat._fields import builds_message, utf8_text, vector_digest, vector_name
 from rheostat._points import LayersLike, PointsLike, layers_of, points_of, site_set
@@ -109,16 +102,16 @@ def get_vector(
 
 def list_vectors(
     prefix: str,
-) -> PagedCall[steering_service_pb2.ListVectorsResponse, list[VectorInfo]]:
+) -> PagedCall[steering_service_pb2.ListVectorsResponse, VectorInfo]:
     utf8_text(prefix, "name_prefix", "a prefix")
-    pages = yield from every_page(
+    return PagedCall(
         "/rheostat.v1.SteeringService/ListVectors",
         lambda token: steering_service_pb2.ListVectorsRequest(
             page_size=PAGE, page_token=token, name_prefix=prefix
         ),
         steering_service_pb2.ListVectorsResponse,
+        lambda page: [read_info(info) for info in page.vectors],
     )
-    return [read_info(info) for page in pages for info in page.vectors]
 
 
 @builds_message

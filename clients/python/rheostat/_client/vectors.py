@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from rheostat._arrays import ArrayLike, Element
 from rheostat._client import vector_calls
-from rheostat._client.streams import result_of
+from rheostat._client.streams import entries_of, result_of
 from rheostat._connection.connection import Connection
 from rheostat._fields import checks_arguments
 from rheostat._points import LayersLike, PointsLike
@@ -162,7 +162,7 @@ class Vectors:
 
     def list(self, prefix: str = "") -> list[VectorInfo]:
         """Stored vectors whose name begins with ``prefix``, by name; "" adds unnamed vectors."""
-        return self._connection.paged(vector_calls.list_vectors(prefix))
+        return entries_of(self._connection, vector_calls.list_vectors(prefix))
 
     def delete(self, name: str) -> str:
         """Delete a name and return its vector's digest. Running requests keep the vector."""

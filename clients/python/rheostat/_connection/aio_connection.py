@@ -22,7 +22,6 @@ from rheostat._connection.calls import (
     BidiCall,
     DownloadCall,
     JoinRequests,
-    PagedCall,
     Result,
     Step,
     UnaryCall,
@@ -186,16 +185,6 @@ class Connection(ConnectionBase):
                 raise
             raise cancelled_here() from None
         return call.read(answer)
-
-    async def paged(self, calls: PagedCall[Answer, Result]) -> Result:
-        """Carries out the calls of a listing, one per page."""
-        try:
-            call = next(calls)
-            while True:
-                call = calls.send(await self.unary(call))
-        except StopIteration as end:
-            result: Result = end.value
-            return result
 
     async def upload(self, call: UploadCall[Answer, Result], timeout: float | None) -> Result:
         """Many requests, one answer."""

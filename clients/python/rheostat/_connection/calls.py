@@ -5,7 +5,7 @@ Both clients carry out the same values, so a call is defined only once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
@@ -17,6 +17,8 @@ Answer = TypeVar("Answer", bound=Message)
 """A message of the server."""
 Result = TypeVar("Result")
 """The value that the caller gets once the call has ended."""
+Item = TypeVar("Item")
+"""An entry of a listing."""
 Step = TypeVar("Step")
 """An event that the caller gets while the call runs."""
 MessageT = TypeVar("MessageT", contravariant=True)
@@ -96,22 +98,19 @@ class BidiCall(Generic[Answer]):
     join_requests: JoinRequests = field(default=list, kw_only=True)
 
 
-PagedCall: TypeAlias = Generator[UnaryCall[Answer, Answer], Answer, Result]
-"""A generator of calls that depend on earlier answers: yields calls, receives answers."""
+@dataclass(frozen=True)
+class PagedCall(Generic[Page, Item]):
+    """A listing: a request for each page, and entries in each answer."""
 
+    path: str
+    request: Callable[[str], Message]
+    """Makes a request from a page token."""
+    answer: type[Page]
+    read: Callable[[Page], list[Item]]
 
-def every_page(
-    path: str, request: Callable[[str], Message], answer: type[Page]
-) -> PagedCall[Page, list[Page]]:
-    """Every page of a listing; ``request`` makes a request from a page token."""
-    pages: list[Page] = []
-    token = ""
-    while True:
-        page = yield UnaryCall(path, request(token), answer, lambda page: page)
-        pages.append(page)
-        token = page.next_page_token
-        if not token:
-            return pages
+    def page(self, token: str) -> UnaryCall[Page, Page]:
+        """The call of one page."""
+        return UnaryCall(self.path, self.request(token), self.answer, lambda page: page)
 
 
 def serialize(message: Message) -> bytes:

@@ -16,7 +16,6 @@ from rheostat._connection.calls import (
     BidiCall,
     DownloadCall,
     JoinRequests,
-    PagedCall,
     Result,
     Step,
     UnaryCall,
@@ -110,16 +109,6 @@ class Connection(ConnectionBase):
         except grpc.RpcError as error:
             raise _errors.from_rpc(error, self.target, timeout) from None
         return call.read(answer)
-
-    def paged(self, calls: PagedCall[Answer, Result]) -> Result:
-        """Carries out the calls of a listing, one per page."""
-        try:
-            call = next(calls)
-            while True:
-                call = calls.send(self.unary(call))
-        except StopIteration as end:
-            result: Result = end.value
-            return result
 
     def upload(self, call: UploadCall[Answer, Result], timeout: float | None) -> Result:
         """Many requests, one answer."""
