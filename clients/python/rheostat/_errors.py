@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import grpc
@@ -353,12 +354,13 @@ def _status_in(trailers: Iterable[tuple[str, str | bytes]]) -> status_pb2.Status
     return status
 
 
-class _Details(NamedTuple):
+@dataclass
+class _Details:
     """The details of a google.rpc.Status that this package understands."""
 
     reason: str = ""
-    metadata: Mapping[str, str] = {}
-    violations: tuple[Violation, ...] = ()
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    violations: list[Violation] = field(default_factory=list)
     resource: Resource | None = None
     retry_after: float | None = None
 
@@ -369,7 +371,7 @@ class _Details(NamedTuple):
 
     def error(self, kind: type[RheostatError], message: str) -> RheostatError:
         """The error with these details."""
-        return kind(message, **self._asdict())
+        return kind(message, **vars(self))
 
     @classmethod
     def of(cls, status: status_pb2.Status) -> _Details:
@@ -381,19 +383,15 @@ class _Details(NamedTuple):
         retry = error_details_pb2.RetryInfo()
         for detail in status.details:
             if detail.Unpack(info) and info.domain == _DOMAIN:
-                details = details._replace(reason=info.reason, metadata=dict(info.metadata))
+                details.reason, details.metadata = info.reason, dict(info.metadata)
             elif detail.Unpack(fields):
-                rows = tuple(Violation(v.field, v.description) for v in fields.field_violations)
-                details = details._replace(violations=details.violations + rows)
+                wrong = fields.field_violations
+                details.violations += [Violation(v.field, v.description) for v in wrong]
             elif detail.Unpack(unmet):
-                rows = tuple(Violation(v.subject, v.description) for v in unmet.violations)
-                details = details._replace(violations=details.violations + rows)
+                wanted = unmet.violations
+                details.violations += [Violation(v.subject, v.description) for v in wanted]
             elif detail.Unpack(resource):
-                details = details._replace(
-                    resource=Resource(resource.resource_type, resource.resource_name)
-                )
+                details.resource = Resource(resource.resource_type, resource.resource_name)
             elif detail.Unpack(retry):
-                details = details._replace(
-                    retry_after=retry.retry_delay.ToTimedelta().total_seconds()
-                )
+                details.retry_after = retry.retry_delay.ToTimedelta().total_seconds()
         return details

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
+from rheostat._fields import counted
 from rheostat._points import Point, Site
 from rheostat_wire.v1 import types_pb2
 
@@ -51,8 +52,7 @@ def show_positions(positions: npt.NDArray[np.int64]) -> str:
 
 def unknown_sites_text(count: int) -> list[str]:
     """Text that follows a list of sites, for ``count`` further sites that this client lacks."""
-    sites = "site" if count == 1 else "sites"
-    return [f"{count} {sites} unknown to this client"] if count else []
+    return [f"{counted(count, 'site')} unknown to this client"] if count else []
 
 
 def read_ranges(ranges: Iterable[types_pb2.PositionRun]) -> tuple[range, ...]:

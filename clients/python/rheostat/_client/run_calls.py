@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal, TypeAlias, get_args
 
@@ -97,9 +97,7 @@ def capture_run(
 
 
 def _captured_run(answer: run_service_pb2.CaptureRunResponse) -> CapturedRun:
-    run = read_run(answer.run)
-    values = {field_of_run.name: getattr(run, field_of_run.name) for field_of_run in fields(run)}
-    return CapturedRun(**values, receipt=read_receipt(answer.receipt))
+    return CapturedRun(**vars(read_run(answer.run)), receipt=read_receipt(answer.receipt))
 
 
 def get_run(run_id: str) -> UnaryCall[run_service_pb2.GetRunResponse, RunInfo]:

@@ -40,23 +40,24 @@ _HOOK = re.compile(r"blocks\.([0-9]+)\.hook_([a-z_]+)")
 
 
 class _Opened(NamedTuple):
-    """An SAE's files."""
+    """A feature of an SAE, and the SAE's files."""
 
     file: TensorFile
     config: Mapping[str, object]
+    feature: int
     about: About
-    """Metadata of every feature; the description lacks the feature's number."""
+    """Metadata of the feature."""
 
 
 def load(path: Path, feature: int | None) -> Vector:
-    sae, feature = _open(path, feature)
-    return vector_of(sae.file.path, sae.file.row(_DECODER, feature), _about(sae, feature))
+    sae = _open(path, feature)
+    return vector_of(sae.file.path, sae.file.row(_DECODER, sae.feature), sae.about)
 
 
 def load_feature(path: Path, feature: int) -> SaeFeature:
     """The feature with its encoder; see `load_sae_feature`."""
-    sae, feature = _open(path, feature)
-    about, file = _about(sae, feature), sae.file
+    sae = _open(path, feature)
+    about, file = sae.about, sae.file
     _check_encoder(sae)
     encoder = vector_of(file.path, file.column(_ENCODER, feature), about)
     bias = _number(file, _ENCODER_BIAS, feature)
@@ -74,7 +75,7 @@ def load_feature(path: Path, feature: int) -> SaeFeature:
     return SaeFeature(Readout(encoder, settings), decoder)
 
 
-def _open(path: Path, feature: int | None) -> tuple[_Opened, int]:
+def _open(path: Path, feature: int | None) -> _Opened:
     folder, weights = (path, _weights(path)) if path.is_dir() else (path.parent, path)
     config = _config(folder / _CONFIG)
     file = TensorFile(weights)
@@ -94,12 +95,8 @@ def _open(path: Path, feature: int | None) -> tuple[_Opened, int]:
     hook = config.get("hook_name_out") or config.get("hook_name")
     point, layer = _site(folder / _CONFIG, hook)
     model = config.get("model_name")
-    description = f"of {hook}" + (f", {model}" if model else "")
-    return _Opened(file, config, About(None, description, (point,), (layer,))), feature
-
-
-def _about(sae: _Opened, feature: int) -> About:
-    return sae.about._replace(description=f"SAE feature {feature} {sae.about.description}")
+    description = f"SAE feature {feature} of {hook}" + (f", {model}" if model else "")
+    return _Opened(file, config, feature, About(None, description, (point,), (layer,)))
 
 
 def _check_encoder(sae: _Opened) -> None:

@@ -16,6 +16,7 @@ import google_crc32c
 from rheostat._capture.activations import read_captured_tensor
 from rheostat._capture.encodings import Numbers
 from rheostat._errors import DataLoss, ServerError
+from rheostat._fields import equal_fields
 from rheostat._responses.results import DroppedRows, read_dropped, read_finish_reason
 from rheostat._subscriptions.events import Attached, CapturedRows, EndOfRequest, SubscriptionEvent
 from rheostat_wire.v1 import capture_pb2, capture_service_pb2, tensor_pb2
@@ -98,13 +99,9 @@ class EventReader:
             )
         return EndOfRequest(
             sequence,
-            message.request_id,
-            message.chunk_count,
-            message.row_count,
-            message.dropped_row_count,
-            tuple(map(read_finish_reason, message.finish_reasons)),
-            to_attached(message.attached),
-            message.missed_reason,
+            **equal_fields(EndOfRequest, message),
+            finish_reasons=tuple(map(read_finish_reason, message.finish_reasons)),
+            attached=to_attached(message.attached),
         )
 
     def _counts_of(self, request_id: str) -> _RequestCounts:

@@ -84,18 +84,15 @@ def named_grades(
     found: list[NamedGrade] = []
     for number, grade in enumerate(several):
         path = f"grades[{number}]"
-        named = (
-            NamedGrade(
-                "recovered " * flag(grade.recovered, f"{path}.recovered", "recovered")
-                + utf8_text(grade.name, f"{path}.name", "a name"),
-                _probe_to_wire(grade, path),
-            )
-            if isinstance(grade, ProbeGrade)
-            else NamedGrade(grade, _metric_to_wire(grade, path))
-        )
-        if any(named.name == other.name for other in found):
-            raise invalid(path, f"two grades have the name {named.name!r}")
-        found.append(named)
+        if isinstance(grade, ProbeGrade):
+            name = utf8_text(grade.name, f"{path}.name", "a name")
+            message = _probe_to_wire(grade, path)
+            name = "recovered " * message.recovered + name
+        else:
+            name, message = grade, _metric_to_wire(grade, path)
+        if any(name == other.name for other in found):
+            raise invalid(path, f"two grades have the name {name!r}")
+        found.append(NamedGrade(name, message))
     return found
 
 

@@ -112,10 +112,8 @@ def sweep_request(
         steering=steering_to_wire(options.get("steering")),
         lora_name=utf8_text(options.get("lora", ""), "lora", "an adapter's name"),
         pair_values=flag(options.get("pair_values"), "pair_values", "pair_values"),
+        where=to_wire(selector_of(options.get("where"))),
     )
-    where = to_wire(selector_of(options.get("where")))
-    if where is not None:
-        request.where.CopyFrom(where)
     if "alpha" in options:
         request.alpha = fraction(options["alpha"], "alpha", "alpha")
     numbers: list[tuple[str, str, SupportsIndex | None]] = [

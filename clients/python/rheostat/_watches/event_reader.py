@@ -10,7 +10,7 @@ import numpy as np
 from rheostat._capture.activations import positions_of
 from rheostat._capture.encodings import read_tensor
 from rheostat._errors import DataLoss, ServerError
-from rheostat._fields import counted
+from rheostat._fields import counted, equal_fields
 from rheostat._responses.results import read_finish_reason
 from rheostat._responses.signals import SignalColumn
 from rheostat._watches.events import (
@@ -66,11 +66,7 @@ class WatchReader:
     ) -> WatchedRequestBegun:
         self._watched[message.number] = _Watched(message.request_id)
         return WatchedRequestBegun(
-            sequence,
-            message.request_id,
-            dict(message.labels),
-            message.sample_count,
-            message.prompt_token_count,
+            sequence, labels=dict(message.labels), **equal_fields(WatchedRequestBegun, message)
         )
 
     def _signals(
@@ -120,11 +116,9 @@ class WatchReader:
             raise ServerError("the server sent a summary of a column that the watch lacks")
         return WatchedRequestEnded(
             sequence,
-            message.request_id,
-            message.position_count,
-            message.dropped_position_count,
-            tuple(map(read_finish_reason, message.finish_reasons)),
-            tuple(
+            **equal_fields(WatchedRequestEnded, message),
+            finish_reasons=tuple(map(read_finish_reason, message.finish_reasons)),
+            summaries=tuple(
                 SignalSummary(
                     summary.sample,
                     self.columns[summary.column],
@@ -135,7 +129,6 @@ class WatchReader:
                 )
                 for summary in message.summaries
             ),
-            message.missed_reason,
         )
 
     def _check(self, came: _Watched, sent: monitor_service_pb2.WatchedRequestEnded) -> None:
