@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 from google.protobuf.message import Message
 
 from rheostat._connection.channel import ConnectionBase
-from rheostat._errors import Aborted, RheostatError
+from rheostat._errors import Aborted, Refused, RheostatError
 from rheostat._event_streams.reconnect import LOG, ReconnectPolicy
 from rheostat._event_streams.state import CLOSE_TIMEOUT, E, EventStreamState, M
 
@@ -29,10 +29,32 @@ class RunningCall(Protocol):
 
 
 class StreamBase(Generic[M, E]):
-    """The state and the worker of a stream, and a method that is the same in both clients."""
+    """What subscriptions and watches have in common in both clients."""
 
     _state: EventStreamState[M, E]
     _worker: BaseWorker[M, E]
+
+    def __repr__(self) -> str:
+        of = repr(self._state.id) if self._state.id else "not open"
+        return f"{self._state.kind.capitalize()}({of})"
+
+    @property
+    def id(self) -> str:
+        """Its id. Raises Refused before it is open.
+
+        Captures with the id of a subscription as ``to=`` send their rows there.
+        """
+        if not self._state.id:
+            raise Refused(f"the {self._state.kind} is not open yet: enter it with async with")
+        return self._state.id
+
+    @property
+    def missed(self) -> dict[str, str]:
+        """Why selected requests that already ran are not captured or read, by request id.
+
+        At most 1024 requests.
+        """
+        return dict(self._state.missed)
 
     def finish(self) -> None:
         """Take no further rows or readings; iterating ends after the events that remain.

@@ -104,20 +104,10 @@ class SubscriptionState(EventStreamState[_Response, SubscriptionEvent]):
         return self.payloads.read(tensor, lambda: sequence > self._processed.sequence)
 
 
-class SubscriptionInfo(RowDestination, StreamBase[_Response, SubscriptionEvent]):
+class SubscriptionInfo(StreamBase[_Response, SubscriptionEvent], RowDestination):
     """The public properties of a subscription, the same in both clients."""
 
     _state: SubscriptionState
-
-    def __repr__(self) -> str:
-        return f"Subscription({self._state.id!r})" if self._state.id else "Subscription(not open)"
-
-    @property
-    def id(self) -> str:
-        """Its id, for captures that send their rows here. Raises Refused before it is open."""
-        if not self._state.id:
-            raise Refused("the subscription is not open yet: enter it with async with")
-        return self._state.id
 
     @property
     def attached(self) -> tuple[Attached, ...]:
@@ -126,14 +116,6 @@ class SubscriptionInfo(RowDestination, StreamBase[_Response, SubscriptionEvent])
         Each has the first position whose rows are sent.
         """
         return self._state.attached
-
-    @property
-    def missed(self) -> dict[str, str]:
-        """Reasons why selected requests that began before are not captured, by request id.
-
-        At most 1024.
-        """
-        return dict(self._state.missed)
 
     @property
     def inline_reason(self) -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rheostat._errors import Refused
 from rheostat._event_streams.worker import StreamBase
 from rheostat._fields import utf8_text
 from rheostat._responses.signals import SignalColumn
@@ -19,28 +18,10 @@ class WatchControls(StreamBase[monitor_service_pb2.WatchResponse, WatchEvent]):
 
     _state: WatchState
 
-    def __repr__(self) -> str:
-        return f"Watch({self._state.id!r})" if self._state.id else "Watch(not open)"
-
-    @property
-    def id(self) -> str:
-        """Its id. Raises Refused before it is open."""
-        if not self._state.id:
-            raise Refused("the watch is not open yet: enter it with async with")
-        return self._state.id
-
     @property
     def columns(self) -> tuple[SignalColumn, ...]:
         """The columns of its readings; empty before it is open."""
         return self._state.columns
-
-    @property
-    def missed(self) -> dict[str, str]:
-        """Why the watch does not read selected requests that already ran, by request id.
-
-        At most 1024 requests.
-        """
-        return dict(self._state.missed)
 
     def stop(self, request_id: str, label: str = "") -> int:
         """End a running request of the watch, and return the update's id without waiting.

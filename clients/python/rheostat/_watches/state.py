@@ -106,11 +106,8 @@ class WatchState(EventStreamState[_Response, WatchEvent]):
 
     def _send(self, update_id: int, message: monitor_service_pb2.WatchRequest) -> None:
         self._last_sent += 1
-        match message.WhichOneof("action"):
-            case "stop":
-                message.stop.update_id = self._last_sent
-            case "steer":
-                message.steer.update_id = self._last_sent
+        action = message.stop if message.HasField("stop") else message.steer
+        action.update_id = self._last_sent
         self._unanswered[self._last_sent] = update_id, message
         self._outbox.append(message)
 
@@ -131,11 +128,10 @@ class WatchState(EventStreamState[_Response, WatchEvent]):
 
     def add(self, message: _Response) -> None:
         """Stores a message. Raises DataLoss if an event before it is missing."""
-        match message.WhichOneof("event"):
-            case "applied" | "refused":
-                self._enqueue_answer(message)
-            case _:
-                super().add(message)
+        if message.WhichOneof("event") in ("applied", "refused"):
+            self._enqueue_answer(message)
+        else:
+            super().add(message)
 
     def end(self) -> None:
         """Refuses the updates that get no answer any more."""
