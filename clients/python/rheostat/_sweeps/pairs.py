@@ -14,7 +14,7 @@ from rheostat._prompts import Prompt, put_prompt
 from rheostat._runs import RunInfo
 from rheostat._selectors import SelectorLike, prompt_tokens
 from rheostat._steering.replacements import FromRun, Noise, RunMean, Zeros, noise_to_wire
-from rheostat_wire.v1 import sweep_pb2, types_pb2
+from rheostat_wire.v1 import sweep_pb2
 
 Answer: TypeAlias = str | Sequence[int] | Sequence[str | Sequence[int]]
 """A text, the token ids of a text, or several of these. A leading space of a text counts. The
@@ -159,14 +159,12 @@ def pair_to_wire(
                 "corrupt is a second prompt, a rheostat.NoisyPrompt, rheostat.Zeros(), "
                 f"rheostat.run_mean(run) or rheostat.from_run(run), not {other!r:.60}",
             )
-    for name, answer in (("answer", pair.answer), ("foil", pair.foil)):
-        alternatives = getattr(message, name).alternatives
-        for ids in answer_ids(answer, tokens, f"{path}.{name}"):
-            alternatives.append(types_pb2.TokenIds(ids=ids))
-    answers, foils = (
-        {tuple(one.ids) for one in side.alternatives} for side in (message.answer, message.foil)
-    )
-    if contrasts and foils and answers == foils:
+    answers = answer_ids(pair.answer, tokens, f"{path}.answer")
+    foils = answer_ids(pair.foil, tokens, f"{path}.foil")
+    for side, several in ((message.answer, answers), (message.foil, foils)):
+        for ids in several:
+            side.alternatives.add(ids=ids)
+    if contrasts and foils and set(answers) == set(foils):
         raise invalid(f"{path}.foil", "the foil equals the answer, so they never differ")
     if set(pair.groups) != set(labels):
         raise invalid(
