@@ -8,18 +8,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import index
-from typing import NamedTuple, SupportsIndex
+from typing import Generic, NamedTuple, SupportsIndex, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from rheostat._capture.encodings import RAW, Encoding, Numbers, read_tensor
+from rheostat._capture.encodings import RAW, Encoding, read_tensor
 from rheostat._errors import ServerError, invalid
 from rheostat._points import Point, PointLike, Site, point_of, read_site, site_order
 from rheostat_wire.dtypes import FloatArray
 from rheostat_wire.v1 import capture_pb2, tensor_pb2, types_pb2
 
 IntArray = npt.NDArray[np.int64]
+Numbers = TypeVar("Numbers")
+"""What a tensor becomes when it is read."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +51,7 @@ class Rows:
         return f"Rows({of}, {Site(self.point, self.layer)}, shape={list(self.values.shape)})"
 
 
-class CapturedTensor(NamedTuple):
+class CapturedTensor(NamedTuple, Generic[Numbers]):
     """Rows of several sites at the same positions."""
 
     sites: tuple[Site, ...]
@@ -63,7 +65,7 @@ class CapturedTensor(NamedTuple):
 
 def read_captured(message: capture_pb2.Captured) -> list[Rows]:
     """The rows of a message, one `Rows` per site. Raises as `read_captured_tensor`."""
-    captured = read_captured_tensor(message)
+    captured = read_captured_tensor(message, read_tensor)
     values, error = captured.tensor.values, captured.tensor.max_error
     shared = {
         "sample": message.sample,
@@ -88,8 +90,8 @@ def read_captured(message: capture_pb2.Captured) -> list[Rows]:
 
 
 def read_captured_tensor(
-    message: capture_pb2.Captured, read: Callable[[tensor_pb2.Tensor], Numbers] = read_tensor
-) -> CapturedTensor:
+    message: capture_pb2.Captured, read: Callable[[tensor_pb2.Tensor], Numbers]
+) -> CapturedTensor[Numbers]:
     """The rows of a message; ``read`` decodes its tensor.
 
     Raises ServerError if shapes do not match, DataLoss if the checksum is wrong.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import google_crc32c
 import numpy as np
@@ -73,17 +73,6 @@ class Decoded(NamedTuple):
     max_error: FloatArray | None
     """The largest error of each row, float32 [all of shape but the last]; NaN if the row was not
     finite. None: the numbers are exact."""
-
-
-class Numbers(Protocol):
-    """The fields of `Decoded`, which may be decoded at the first access."""
-
-    @property
-    def values(self) -> FloatArray: ...
-    @property
-    def encoding(self) -> Encoding: ...
-    @property
-    def max_error(self) -> FloatArray | None: ...
 
 
 def read_tensor(tensor: tensor_pb2.Tensor) -> Decoded:

@@ -14,11 +14,12 @@ from functools import partial
 import google_crc32c
 
 from rheostat._capture.activations import read_captured_tensor
-from rheostat._capture.encodings import Numbers
+from rheostat._capture.encodings import Decoded
 from rheostat._errors import DataLoss, ServerError
 from rheostat._fields import equal_fields
 from rheostat._responses.results import DroppedRows, read_dropped, read_finish_reason
 from rheostat._subscriptions.events import Attached, CapturedRows, EndOfRequest, SubscriptionEvent
+from rheostat._subscriptions.payloads import View
 from rheostat_wire.v1 import capture_pb2, capture_service_pb2, tensor_pb2
 
 
@@ -35,7 +36,9 @@ class _RequestCounts:
 class EventReader:
     """Reads events in the order of their numbers, and counts the rows of each request."""
 
-    def __init__(self, after: int, read: Callable[[int, tensor_pb2.Tensor], Numbers]) -> None:
+    def __init__(
+        self, after: int, read: Callable[[int, tensor_pb2.Tensor], Decoded | View]
+    ) -> None:
         """Begins after event ``after``; another client read the earlier events.
 
         ``read`` decodes the tensor of an event.

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rheostat._capture.activations import IntArray, Rows
-from rheostat._capture.encodings import Encoding, Numbers
+from rheostat._capture.encodings import Decoded, Encoding
 from rheostat._points import Site
 from rheostat._responses.results import DroppedRows, FinishReason
 from rheostat._subscriptions.payloads import View
@@ -45,7 +45,11 @@ class CapturedRows:
     """Input token at each position, int64 [positions]."""
     shape: tuple[int, ...]
     """Of `values`: sites, positions, width."""
-    _numbers: Numbers
+    _numbers: Decoded | View
+
+    @property
+    def _decoded(self) -> Decoded:
+        return self._numbers.decoded if isinstance(self._numbers, View) else self._numbers
 
     @property
     def values(self) -> FloatArray:
@@ -55,7 +59,7 @@ class CapturedRows:
         for each direction d. With ``views=True`` they are decoded at the first access, which raises
         Refused if the rows were acknowledged before.
         """
-        return self._numbers.values
+        return self._decoded.values
 
     @property
     def elements(self) -> npt.NDArray[np.generic] | None:
@@ -70,7 +74,7 @@ class CapturedRows:
     @property
     def encoding(self) -> Encoding:
         """The encoding in which the rows were sent."""
-        return self._numbers.encoding
+        return self._decoded.encoding
 
     @property
     def max_error(self) -> FloatArray | None:
@@ -78,7 +82,7 @@ class CapturedRows:
 
         NaN for rows that were not finite.
         """
-        return self._numbers.max_error
+        return self._decoded.max_error
 
     @property
     def rows(self) -> tuple[Rows, ...]:

@@ -14,8 +14,6 @@ import numpy.typing as npt
 
 from rheostat._capture.encodings import (
     Decoded,
-    Encoding,
-    Numbers,
     check_crc,
     decoded,
     decoded_in_place,
@@ -23,7 +21,6 @@ from rheostat._capture.encodings import (
 )
 from rheostat._errors import Refused, ServerError
 from rheostat._subscriptions.shared_memory import Mapping, Payload
-from rheostat_wire.dtypes import FloatArray
 from rheostat_wire.v1 import capture_service_pb2, tensor_pb2
 
 
@@ -48,22 +45,8 @@ class View:
         return self._elements
 
     @property
-    def values(self) -> FloatArray:
-        """As `Decoded.values`."""
-        return self._numbers.values
-
-    @property
-    def encoding(self) -> Encoding:
-        """As `Decoded.encoding`."""
-        return self._numbers.encoding
-
-    @property
-    def max_error(self) -> FloatArray | None:
-        """As `Decoded.max_error`."""
-        return self._numbers.max_error
-
-    @property
-    def _numbers(self) -> Decoded:
+    def decoded(self) -> Decoded:
+        """The numbers, which are decoded at the first access."""
         if self._decoded is None:
             self._check()
             self._decoded = decoded_in_place(self._tensor, self._payload)
@@ -134,7 +117,7 @@ class Payloads:
         proof, self._proof = self._proof, None
         return proof
 
-    def read(self, tensor: tensor_pb2.Tensor, is_valid: Callable[[], bool]) -> Numbers:
+    def read(self, tensor: tensor_pb2.Tensor, is_valid: Callable[[], bool]) -> Decoded | View:
         """The numbers of a tensor. Raises as `decoded`.
 
         ``is_valid`` returns whether shared memory still has the payload.

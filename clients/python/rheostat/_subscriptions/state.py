@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from rheostat._capture.captures import RowDestination
-from rheostat._capture.encodings import Numbers, payload_size
+from rheostat._capture.encodings import Decoded, payload_size
 from rheostat._connection.calls import BidiCall
 from rheostat._errors import Refused
 from rheostat._event_streams.state import Acknowledgement, EventStreamState, Heartbeat, Request
 from rheostat._event_streams.worker import StreamBase
 from rheostat._subscriptions.event_reader import EventReader, to_attached
 from rheostat._subscriptions.events import Attached, Cursor, SubscriptionEvent
-from rheostat._subscriptions.payloads import Payloads
+from rheostat._subscriptions.payloads import Payloads, View
 from rheostat_wire.v1 import capture_service_pb2, tensor_pb2
 
 RESUME_ADVICE = "; if the server still runs, continue with engine.resume(subscription.acknowledged)"
@@ -100,7 +100,7 @@ class SubscriptionState(EventStreamState[_Response, SubscriptionEvent]):
             return min(payload_size(tensor), tensor.ByteSize())
         return len(tensor.inline)
 
-    def _numbers(self, sequence: int, tensor: tensor_pb2.Tensor) -> Numbers:
+    def _numbers(self, sequence: int, tensor: tensor_pb2.Tensor) -> Decoded | View:
         return self.payloads.read(tensor, lambda: sequence > self._processed.sequence)
 
 

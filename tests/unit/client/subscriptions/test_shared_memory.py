@@ -159,7 +159,7 @@ def test_views_hold_the_elements_that_travelled(dtype, storage):
     assert np.array_equal(view.elements, stored)
     assert np.shares_memory(view.elements, payload)
     wide = stored.astype(np.uint32) << 16 if storage is np.uint16 else None
-    assert np.array_equal(view.values, stored if wide is None else wide.view(np.float32))
+    assert np.array_equal(view.decoded.values, stored if wide is None else wide.view(np.float32))
     tensor.shape[2] = 5
     with pytest.raises(rheostat.ServerError, match=r"not (60|120)"):
         View(tensor, payload, lambda: True)
