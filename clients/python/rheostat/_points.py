@@ -68,14 +68,7 @@ _PARTS = {
     "mlp_out": Point.MLP_OUT,
 }
 """The point of each hook or module; "" is a whole block, whose output is the stream."""
-_TO_WIRE: dict[Point, types_pb2.Point.ValueType] = {
-    Point.RESID_PRE: types_pb2.POINT_RESID_PRE,
-    Point.RESID_MID: types_pb2.POINT_RESID_MID,
-    Point.RESID_POST: types_pb2.POINT_RESID_POST,
-    Point.ATTN_OUT: types_pb2.POINT_ATTN_OUT,
-    Point.MLP_OUT: types_pb2.POINT_MLP_OUT,
-    Point.ROUTER_LOGITS: types_pb2.POINT_ROUTER_LOGITS,
-}
+_TO_WIRE = {point: types_pb2.Point.Value(f"POINT_{point.name}") for point in Point}
 _FROM_WIRE = {number: point for point, number in _TO_WIRE.items()}
 
 NO_HEADS = (

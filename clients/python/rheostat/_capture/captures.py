@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Literal, Never, TypeAlias, TypeVar
+from typing import Literal, Never, TypeAlias, TypeVar, get_args
 
 import numpy as np
 
@@ -26,21 +26,14 @@ from rheostat_wire.v1 import capture_pb2, vector_pb2
 Overload: TypeAlias = Literal["fail", "drop_oldest", "drop_newest", "spill"]
 """What happens if rows arrive faster than they are read and acknowledged."""
 
-OVERLOADS: dict[str, capture_pb2.Overload.ValueType] = {
-    "fail": capture_pb2.OVERLOAD_FAIL,
-    "drop_oldest": capture_pb2.OVERLOAD_DROP_OLDEST,
-    "drop_newest": capture_pb2.OVERLOAD_DROP_NEWEST,
-    "spill": capture_pb2.OVERLOAD_SPILL,
+OVERLOADS = {
+    name: capture_pb2.Overload.Value(f"OVERLOAD_{name.upper()}") for name in get_args(Overload)
 }
 
 Layout: TypeAlias = Literal["per_file", "packed", "sharded"]
 """The layout of a sink's files."""
 
-_LAYOUTS: dict[str, capture_pb2.Layout.ValueType] = {
-    "per_file": capture_pb2.LAYOUT_PER_FILE,
-    "packed": capture_pb2.LAYOUT_PACKED,
-    "sharded": capture_pb2.LAYOUT_SHARDED,
-}
+_LAYOUTS = {name: capture_pb2.Layout.Value(f"LAYOUT_{name.upper()}") for name in get_args(Layout)}
 _MOST_CAPTURES = 16
 _MOST_DIRECTIONS = 4096
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import google_crc32c
 import numpy as np
@@ -25,11 +25,7 @@ from rheostat_wire.v1 import tensor_pb2
 EncodingName: TypeAlias = Literal["raw", "lz4_planes", "full8", "rp8", "topk8"]
 
 _NAMES: dict[tensor_pb2.Encoding.ValueType, EncodingName] = {
-    tensor_pb2.ENCODING_RAW: "raw",
-    tensor_pb2.ENCODING_LZ4_PLANES: "lz4_planes",
-    tensor_pb2.ENCODING_FULL8: "full8",
-    tensor_pb2.ENCODING_RP8: "rp8",
-    tensor_pb2.ENCODING_TOPK8: "topk8",
+    tensor_pb2.Encoding.Value(f"ENCODING_{name.upper()}"): name for name in get_args(EncodingName)
 }
 WIRE_ENCODINGS: dict[str, tensor_pb2.Encoding.ValueType] = {
     name: number for number, name in _NAMES.items()

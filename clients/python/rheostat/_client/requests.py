@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from operator import index
-from typing import Literal, SupportsIndex, TypeAlias, TypedDict, Unpack, cast
+from typing import Literal, SupportsIndex, TypeAlias, TypedDict, Unpack, cast, get_args
 
 from rheostat._capture.captures import CaptureLike, captures_of
 from rheostat._errors import invalid
@@ -33,17 +33,17 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 WhenFull: TypeAlias = Literal["wait", "refuse"]
 """What happens to a request for whose steering the engine has too little room."""
 
-_WHEN_FULL: dict[str, generation_service_pb2.WhenFull.ValueType] = {
-    "wait": generation_service_pb2.WHEN_FULL_WAIT,
-    "refuse": generation_service_pb2.WHEN_FULL_REFUSE,
+_WHEN_FULL = {
+    name: generation_service_pb2.WhenFull.Value(f"WHEN_FULL_{name.upper()}")
+    for name in get_args(WhenFull)
 }
 
 OnControllerDisabled: TypeAlias = Literal["fail", "continue"]
 """What happens to a request whose controller is disabled."""
 
-_ON_DISABLED: dict[str, gain_pb2.OnDisabled.ValueType] = {
-    "fail": gain_pb2.ON_DISABLED_FAIL,
-    "continue": gain_pb2.ON_DISABLED_CONTINUE,
+_ON_DISABLED = {
+    name: gain_pb2.OnDisabled.Value(f"ON_DISABLED_{name.upper()}")
+    for name in get_args(OnControllerDisabled)
 }
 
 _OTHER_NAMES = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Literal, TypeAlias, TypedDict, Unpack
+from typing import Literal, TypeAlias, TypedDict, Unpack, get_args
 
 from rheostat._errors import invalid
 from rheostat._event_streams.filters import request_filter
@@ -24,14 +24,12 @@ watch with the same filter is opened. "hold": as "stop", and they pause as soon 
 breaks."""
 
 _REPORTS = {
-    "every": monitor_service_pb2.WATCH_REPORT_EVERY,
-    "fired": monitor_service_pb2.WATCH_REPORT_FIRED,
-    "summary": monitor_service_pb2.WATCH_REPORT_SUMMARY,
+    name: monitor_service_pb2.WatchReport.Value(f"WATCH_REPORT_{name.upper()}")
+    for name in get_args(Report)
 }
 _ON_LOST = {
-    "continue": monitor_service_pb2.WATCH_LOST_CONTINUE,
-    "hold": monitor_service_pb2.WATCH_LOST_HOLD,
-    "stop": monitor_service_pb2.WATCH_LOST_STOP,
+    name: monitor_service_pb2.WatchLost.Value(f"WATCH_LOST_{name.upper()}")
+    for name in get_args(OnLost)
 }
 
 
