@@ -306,7 +306,8 @@ def from_rpc(
         text += " (engine.wait_until_ready() waits for it)"
     if details.reason == _NO_NAME:
         text += LIST_VECTORS
-    if details.reason == _NO_SUBSCRIPTION and details.names_a_target and details.resource:
+    of_capture = any(violation.path.startswith("captures[") for violation in details.violations)
+    if details.reason == _NO_SUBSCRIPTION and of_capture and details.resource:
         text += f' (rows go to a sink by to=rheostat.Sink("{details.resource.name}"))'
     return details.error(kind, text)
 
@@ -363,11 +364,6 @@ class _Details:
     violations: list[Violation] = field(default_factory=list)
     resource: Resource | None = None
     retry_after: float | None = None
-
-    @property
-    def names_a_target(self) -> bool:
-        """Whether the error concerns the destination of a capture."""
-        return any(violation.path.startswith("captures[") for violation in self.violations)
 
     def error(self, kind: type[RheostatError], message: str) -> RheostatError:
         """The error with these details."""

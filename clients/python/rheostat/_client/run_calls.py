@@ -263,7 +263,7 @@ def _ranges(places: Sequence[int]) -> list[types_pb2.PositionRun]:
 
 
 def _dtype(element: Element) -> tensor_pb2.Dtype.ValueType:
-    if element not in TO_WIRE:
+    if not isinstance(element, str) or element not in TO_WIRE:
         raise invalid("dtype", f"dtype is one of {', '.join(TO_WIRE)}, not {element!r}")
     return TO_WIRE[element]
 
