@@ -6,7 +6,7 @@ receipt, and that every row that the receipt counts arrived, unless the row has 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
@@ -96,7 +96,7 @@ class GenerationAccumulator:
         self._with_baseline = request.with_baseline
         self._started = Started("", "", ())
         self._prompt_logprobs: dict[bool, tuple[TokenLogprobs, ...]] = {}
-        self._samples: dict[_Key, _Sample] = {}
+        self._samples: defaultdict[_Key, _Sample] = defaultdict(_Sample)
         self._received: dict[int, Counter[Site]] = {}
         """Rows that have come, by capture and site."""
         self._columns: tuple[SignalColumn, ...] = ()
@@ -195,11 +195,7 @@ class GenerationAccumulator:
                     )
 
     def _sample(self, baseline: bool, number: int) -> _Sample:
-        key = _Key(baseline, number)
-        sample = self._samples.get(key)
-        if sample is None:
-            sample = self._samples[key] = _Sample()
-        return sample
+        return self._samples[_Key(baseline, number)]
 
     def _captured(self, message: capture_pb2.Captured) -> list[Event]:
         parts = read_captured(message)  # nothing is kept of a message that cannot be read

@@ -7,6 +7,7 @@ checksums are verified as well.
 from __future__ import annotations
 
 import struct
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -45,7 +46,7 @@ class EventReader:
         """
         self._resumed = after > 0
         self._read = read
-        self._counts: dict[str, _RequestCounts] = {}
+        self._counts: defaultdict[str, _RequestCounts] = defaultdict(_RequestCounts)
 
     def read(self, message: capture_service_pb2.SubscribeResponse) -> SubscriptionEvent | None:
         """The event; None if this client does not know its kind.
@@ -65,7 +66,7 @@ class EventReader:
         if not message.tensor.HasField("crc32c"):
             raise ServerError("a tensor of a subscription has no CRC-32C")
         captured = read_captured_tensor(message, partial(self._read, sequence))
-        counts = self._counts_of(message.request_id)
+        counts = self._counts[message.request_id]
         counts.chunks += 1
         counts.rows += len(captured.sites) * len(captured.positions)
         counts.crc32c = google_crc32c.extend(
@@ -85,7 +86,7 @@ class EventReader:
         )
 
     def _dropped(self, sequence: int, message: capture_pb2.Dropped) -> DroppedRows:
-        self._counts_of(message.request_id).dropped += message.row_count
+        self._counts[message.request_id].dropped += message.row_count
         return read_dropped(message, sequence, message.request_id)
 
     def _end(self, sequence: int, message: capture_service_pb2.EndOfRequest) -> EndOfRequest:
@@ -106,9 +107,6 @@ class EventReader:
             finish_reasons=tuple(map(read_finish_reason, message.finish_reasons)),
             attached=to_attached(message.attached),
         )
-
-    def _counts_of(self, request_id: str) -> _RequestCounts:
-        return self._counts.setdefault(request_id, _RequestCounts())
 
 
 def _may_continue(received: _RequestCounts, sent: _RequestCounts) -> bool:
