@@ -196,15 +196,11 @@ class BackgroundQueue:
         self._count = scheduler.get_request_counts
         self._free = scheduler._free_request
         self._preempt = scheduler._preempt_request
-        replaced = {
-            "schedule": self._schedule_in_turn,
-            "_enqueue_waiting_request": self._hold_or_enqueue,
-            "get_request_counts": self._count_all,
-            "_free_request": self._free_and_forget,
-            "_preempt_request": self._preempt_and_note,
-        }
-        for name, method in replaced.items():
-            setattr(scheduler, name, method)
+        scheduler.schedule = self._schedule_in_turn
+        scheduler._enqueue_waiting_request = self._hold_or_enqueue
+        scheduler.get_request_counts = self._count_all
+        scheduler._free_request = self._free_and_forget
+        scheduler._preempt_request = self._preempt_and_note
 
     def _schedule_in_turn(self, throttle_prefills: bool = False) -> SchedulerOutput:
         scheduler = self._scheduler

@@ -22,13 +22,11 @@ from vllm import envs
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import AsyncMPClient
+from vllm.v1.serial_utils import bytestr
 
 from rheostat_engine.adapters.request_batches import send_in_batches
 
 Engine = AsyncLLM
-
-_ASSIGN = "assign_request_id"
-_SEND = "_send_input_message"
 
 _SMALL_BYTES = 64 << 10
 """Parts of more bytes are not copied."""
@@ -49,7 +47,7 @@ def add_requests_fast(llm: Engine) -> None:
     """Makes an engine add requests with less work on the event loop."""
     # If vLLM leaves ids as they are, workers take an id for the server's; see `server_request_id`.
     if not envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION:
-        setattr(llm.input_processor, _ASSIGN, _Numbered())
+        llm.input_processor.assign_request_id = _Numbered()
     if isinstance(llm.engine_core, AsyncMPClient):
         send_small_messages_at_once(llm.engine_core)
         send_in_batches(llm.engine_core, llm.output_processor.get_num_unfinished_requests)
@@ -75,7 +73,7 @@ def send_small_messages_at_once(client: AsyncMPClient) -> None:
     socket: _Waiting = client.input_socket  # type: ignore[assignment]  # vLLM has either kind
     shadow, send = socket._shadow_sock, zmq.backend.Socket.send
 
-    def send_message(message: tuple[bytes, ...], engine: bytes) -> Awaitable[object]:
+    def send_message(message: tuple[bytestr, ...], engine: bytes) -> Awaitable[object]:
         if socket._send_futures or socket._recv_futures or not all(map(_is_small, message)):
             return stock(message, engine)
         client.ensure_alive()
@@ -88,7 +86,7 @@ def send_small_messages_at_once(client: AsyncMPClient) -> None:
         send(shadow, message[-1], _LAST)
         return _SENT
 
-    setattr(client, _SEND, send_message)
+    client._send_input_message = send_message
 
 
 def _is_small(part: object) -> bool:

@@ -9,10 +9,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 Engine = AsyncLLM
 
-_GET = "get_eos_token_id"
-
 
 def keep_end_token(llm: Engine) -> None:
     """Makes the renderer of an engine return the end token that it has now."""
     token = llm.renderer.get_eos_token_id()
-    setattr(llm.renderer, _GET, lambda: token)
+    llm.renderer.get_eos_token_id = lambda: token

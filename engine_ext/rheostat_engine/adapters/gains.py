@@ -25,7 +25,6 @@ from rheostat_engine.plan.gains import GainsUpdate, merged_gains, updates_from, 
 
 Client = AsyncLLM
 
-_SCHEDULE = "schedule"
 _ATTRIBUTE = "rheostat_gains"
 _METHOD = "rheostat_set_gains"
 
@@ -44,7 +43,7 @@ def carry_gains(scheduler: Scheduler) -> None:
             setattr(output, _ATTRIBUTE, _taken(waiting))
         return output
 
-    setattr(scheduler, _SCHEDULE, schedule)
+    scheduler.schedule = schedule
     setattr(scheduler, _ATTRIBUTE, waiting)
     setattr(EngineCore, _METHOD, _set_gains)
 

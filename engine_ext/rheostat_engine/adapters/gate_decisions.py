@@ -36,7 +36,6 @@ from rheostat_engine.worker.gate_decisions import DecisionReport, GateDecisions,
 
 _QUERIES = "rheostat_decision_queries"
 _SHUT = "rheostat_shut"
-_CACHE_BLOCKS = "cache_blocks"
 
 
 class _Undecided(NamedTuple):
@@ -67,15 +66,11 @@ class DecidedBlocks:
         self._preempt = scheduler._preempt_request
         self._free = scheduler._free_request
         self._cache = self._coordinator.cache_blocks
-        replaced = {
-            "add_request": self._add_and_withhold,
-            "schedule": self._schedule_and_ask,
-            "update_from_output": self._decide_and_update,
-            "_preempt_request": self._preempt_and_withhold,
-            "_free_request": self._free_and_forget,
-        }
-        for name, method in replaced.items():
-            setattr(scheduler, name, method)
+        scheduler.add_request = self._add_and_withhold
+        scheduler.schedule = self._schedule_and_ask
+        scheduler.update_from_output = self._decide_and_update
+        scheduler._preempt_request = self._preempt_and_withhold
+        scheduler._free_request = self._free_and_forget
 
     def _add_and_withhold(self, request: Request) -> None:
         plan = request_plan(request)
@@ -100,14 +95,14 @@ class DecidedBlocks:
         del request.block_hashes[plan.keys.keyed_end // self._hash_block_size :]
         request._block_hasher = _hash_nothing
         if not self._undecided:
-            setattr(self._coordinator, _CACHE_BLOCKS, self._cache_hashed)
+            self._coordinator.cache_blocks = self._cache_hashed
         undecided = _Undecided(request, plan.keys, plan.keys.decided_once)
         self._undecided[request.request_id] = undecided
 
     def _remove(self, request_id: str) -> None:
         """Removes a request that is decided or finished."""
         if self._undecided.pop(request_id, None) is not None and not self._undecided:
-            setattr(self._coordinator, _CACHE_BLOCKS, self._cache)
+            self._coordinator.cache_blocks = self._cache
 
     def _schedule_and_ask(self, throttle_prefills: bool = False) -> SchedulerOutput:
         output = self._schedule(throttle_prefills)

@@ -42,9 +42,8 @@ class HeldRequests:
         """The held requests that are in none of the scheduler's queues."""
         self._schedule = scheduler.schedule
         self._free = scheduler._free_request
-        replaced = {"schedule": self._schedule_others, "_free_request": self._free_and_forget}
-        for name, method in replaced.items():
-            setattr(scheduler, name, method)
+        scheduler.schedule = self._schedule_others
+        scheduler._free_request = self._free_and_forget
         setattr(scheduler, _ATTRIBUTE, self)
         setattr(EngineCore, _METHOD, _hold)
 

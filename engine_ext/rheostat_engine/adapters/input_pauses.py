@@ -41,9 +41,6 @@ of CPU time if prompts have 32 tokens, and 15 ms if they have 1,000 (without pla
 eight bursts."""
 
 _ZMQ = "zmq"
-_TAKE = "_process_input_queue"
-_EXECUTE = "execute_model"
-_SAMPLE = "sample_tokens"
 
 
 class _InputThread:
@@ -153,6 +150,6 @@ def pause_input_in_launches() -> None:
         finally:
             _INPUT_THREAD.resume()
 
-    setattr(EngineCoreProc, _TAKE, take_all)
-    setattr(UniProcExecutor, _EXECUTE, execute_model)
-    setattr(UniProcExecutor, _SAMPLE, sample_tokens)
+    EngineCoreProc._process_input_queue = take_all
+    UniProcExecutor.execute_model = execute_model
+    UniProcExecutor.sample_tokens = sample_tokens

@@ -41,7 +41,7 @@ def sleep_between_messages(device: str) -> None:
     """
     if device == "cpu" and len(os.sched_getaffinity(0)) <= _FEW_CORES:
         # On the class, because some queues exist already.
-        SpinCondition.wait = _wait  # type: ignore[method-assign, assignment]  # a method is replaced
+        SpinCondition.wait = _wait  # type: ignore[assignment]  # it becomes a method
 
 
 def _wait(condition: SpinCondition, timeout_ms: int | None = None) -> None:

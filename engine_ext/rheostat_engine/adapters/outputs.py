@@ -39,9 +39,6 @@ class Client(Protocol):
 _MOST_WAITING = 16
 """Tokens that may wait. The engine keeps the log-probabilities of the last 32."""
 
-_PUT = "put"
-_MAKE = "make_request_output"
-
 
 def receive_outputs(
     llm: Client,
@@ -68,7 +65,7 @@ def receive_outputs(
 
     before = collector.output
     collector.output = None
-    setattr(collector, _PUT, put)
+    collector.put = put
     state = llm.output_processor.request_states.get(collector.request_id)
     if state is not None:
         _Reader(state, receive, fail, pace)
@@ -101,7 +98,7 @@ class _Reader:
         stops = isinstance(detokenizer, BaseIncrementalDetokenizer) and detokenizer.stop
         if pace is not None and detokenizer is not None and not stops:
             state.detokenizer = _LateDetokenizer(detokenizer)
-        setattr(state, _MAKE, self._take)
+        state.make_request_output = self._take
 
     def _take(
         self,

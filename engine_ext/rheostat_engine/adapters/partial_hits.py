@@ -39,8 +39,6 @@ from rheostat_engine.plan.block_keys import BlockKeys
 Hit = tuple[KVCacheBlocks, int, int]  # vLLM's own; the second is the number of hit tokens
 HashFunction = Callable[[Any], bytes]  # vLLM's own
 
-_SCHEDULE, _CACHE = "schedule", "cache_full_blocks"
-
 # The name is replaced by `install_block_keys`; this is vLLM's own, which knows nothing of plans.
 _stock_keys = generate_block_hash_extra_keys
 
@@ -78,8 +76,8 @@ class PartialHits:
         """Ids of the blocks of entries that `_is_fresh` has removed from `_fresh_ranges`."""
         self._schedule = scheduler.schedule
         self._cache = self._pool.cache_full_blocks
-        setattr(scheduler, _SCHEDULE, self._begin_step)
-        setattr(self._pool, _CACHE, self._note_fresh)
+        scheduler.schedule = self._begin_step
+        self._pool.cache_full_blocks = self._note_fresh  # type: ignore[assignment]  # keywords
 
     def extended(self, request: Request, keys: BlockKeys, hit: Hit, longest: int) -> Hit:
         """A hit of whole blocks, with a part of the next one if that is cached.

@@ -60,8 +60,7 @@ class QueueRecord:
         """The waiting requests whose earlier prompts fill the last step."""
         self._began = 0.0
         """When the last step began."""
-        for name in ("add_request", "schedule"):
-            setattr(scheduler, name, getattr(self, name))
+        scheduler.add_request, scheduler.schedule = self.add_request, self.schedule
 
     def add_request(self, request: Request) -> None:
         """Adds a request to the scheduler's queue."""
@@ -71,12 +70,12 @@ class QueueRecord:
             self._waiting[request.request_id] = _Waiting(earlier)
         self._add(request)
 
-    def schedule(self, *arguments: Any) -> SchedulerOutput:
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """Schedules a step."""
         now = time.monotonic()
         for one in self._in_step:
             one.behind += min(now - self._began, _LONGEST_STEP)
-        output = self._schedule(*arguments)
+        output = self._schedule(throttle_prefills)
         self._began, self._in_step = now, []
         if self._waiting and output.total_num_scheduled_tokens:
             self._note_step(output)

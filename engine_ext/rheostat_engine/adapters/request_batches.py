@@ -50,10 +50,6 @@ adds its request two iterations after it arrived, so fewer would split a burst."
 _LONGEST = 0.012
 """Seconds after which an idle engine gets the requests that wait in any case."""
 
-_ADD = "add_request_async"
-_SEND = "_send_input_message"
-_PREPROCESS = "preprocess_add_request"
-
 
 def send_in_batches(client: AsyncMPClient, unfinished: Callable[[], int]) -> None:
     """Makes a client send requests that are added together with one message.
@@ -63,8 +59,8 @@ def send_in_batches(client: AsyncMPClient, unfinished: Callable[[], int]) -> Non
         unfinished: returns the number of unfinished requests, with one that is being added.
     """
     batches = _Batches(client, unfinished)
-    setattr(client, _ADD, batches.add)
-    setattr(client, _SEND, batches.send)
+    client.add_request_async = batches.add
+    client._send_input_message = batches.send
 
 
 class _Batches:
@@ -183,4 +179,4 @@ def receive_batches() -> None:
 
     for mark in ("receives_batches", "is_rheostat"):  # so that neither is installed twice
         setattr(preprocess, mark, True)
-    setattr(EngineCore, _PREPROCESS, preprocess)
+    EngineCore.preprocess_add_request = preprocess  # type: ignore[assignment]  # becomes a method

@@ -28,8 +28,6 @@ from rheostat_engine.plan.plan import EXTRA_ARG, ReceivedPlan, Window, read_plan
 _COPIES = "rheostat_copies"
 """The key of the copies in `SamplingParams.extra_args`."""
 
-_PREPROCESS = "preprocess_add_request"
-
 
 class RequestCopy(NamedTuple):
     """The fields in which a copy differs from the first request."""
@@ -85,7 +83,7 @@ def receive_copies() -> None:
             core._handle_request_preproc_error(request)
 
     preprocess.is_rheostat = True  # type: ignore[attr-defined]  # detects a second call
-    setattr(EngineCore, _PREPROCESS, preprocess)
+    EngineCore.preprocess_add_request = preprocess  # type: ignore[assignment]  # becomes a method
 
 
 def _make_copies(

@@ -16,7 +16,6 @@ and at or below the first captured position that was not computed before. The wo
 number of tokens by which the hit was shortened.
 """
 
-from collections.abc import Callable
 from typing import Any, cast
 
 from vllm.config import VllmConfig
@@ -43,10 +42,8 @@ from rheostat_engine.plan.plan import CACHED_TOKENS_RECOMPUTED_ARG
 from rheostat_engine.process_end import skip_last_collection
 
 _NAME = "generate_block_hash_extra_keys"
-_LOOK_UP = "get_computed_blocks"
 
 ExtraKeys = tuple[tuple[Any, ...] | None, int]  # vLLM's own type
-KeyFunction = Callable[[Request, int, int, int], ExtraKeys]
 
 
 def site_scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:  # vLLM's own
@@ -82,7 +79,7 @@ def site_scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:  # v
 
 def install_block_keys() -> None:
     """Adds the plans' block keys to the block hashes of this process."""
-    stock: KeyFunction = getattr(kv_cache_utils, _NAME)
+    stock = kv_cache_utils.generate_block_hash_extra_keys
     if getattr(stock, "is_rheostat", False):
         return
 
@@ -123,7 +120,7 @@ def limit_hits(manager: KVCacheManager, parts: PartialHits | None) -> None:
             _store_count(request, max(0, unlimited - hit[1]))
         return hit
 
-    setattr(manager, _LOOK_UP, limited)
+    manager.get_computed_blocks = limited
 
 
 def _longest_hit(request: Request, plan: RequestPlan) -> int:

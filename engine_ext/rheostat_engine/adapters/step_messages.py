@@ -13,8 +13,6 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from rheostat_engine.plan.plan import EXTRA_ARG, EncodedTable, ReceivedPlan, read_plan
 
-_SCHEDULE = "schedule"
-
 
 def share_tables(scheduler: Scheduler) -> None:
     """Makes the outputs of this scheduler share equal tables."""
@@ -28,7 +26,7 @@ def share_tables(scheduler: Scheduler) -> None:
                 _share(new.sampling_params, tables)
         return output
 
-    setattr(scheduler, _SCHEDULE, schedule)
+    scheduler.schedule = schedule
 
 
 def _share(params: SamplingParams, tables: dict[bytes, EncodedTable]) -> None:
