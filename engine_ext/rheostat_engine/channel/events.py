@@ -7,10 +7,9 @@ unpickled.
 """
 
 import struct
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import msgspec
 import numpy as np
@@ -220,14 +219,24 @@ class GainsHead(msgspec.Struct, frozen=True, tag="gains"):
     changes: list[Gained]
 
 
-class RowsHead(msgspec.Struct, frozen=True, tag="rows"):
+class _StepHead(msgspec.Struct, frozen=True):
+    """Head of the rows or signals of a step. They are lost if it says `lost`."""
+
+    rank: int
+
+    @property
+    def without_rows(self) -> Self:
+        """The head that reports the rows or signals as lost."""
+        return msgspec.structs.replace(self, lost=True)
+
+
+class RowsHead(_StepHead, frozen=True, tag="rows"):
     """Head of a step's rows.
 
     The rows are in blocks, ordered by encoding. A block has consecutive positions of one request,
     site by site. The arrays have one entry per block and are little-endian int64.
     """
 
-    rank: int
     dtype: str
     width: int
     site_sets: list[list[int]]
@@ -254,20 +263,14 @@ class RowsHead(msgspec.Struct, frozen=True, tag="rows"):
         """The head for the same rows sent raw."""
         return msgspec.structs.replace(self, encodings=[], encoding_of=[])
 
-    @property
-    def without_rows(self) -> "RowsHead":
-        """The head that reports the rows as lost."""
-        return msgspec.structs.replace(self, lost=True)
 
-
-class SignalsHead(msgspec.Struct, frozen=True, tag="signals"):
+class SignalsHead(_StepHead, frozen=True, tag="signals"):
     """Head of a step's signals; see `SignalRows`.
 
     The values are float32, row by row. The arrays have one entry per block and are little-endian
     int64.
     """
 
-    rank: int
     readings: int
     gates: int
     number: bytes
@@ -285,11 +288,6 @@ class SignalsHead(msgspec.Struct, frozen=True, tag="signals"):
     def as_raw(self) -> "SignalsHead":
         """Itself, because signals are always sent raw."""
         return self
-
-    @property
-    def without_rows(self) -> "SignalsHead":
-        """The head that reports the values as lost."""
-        return msgspec.structs.replace(self, lost=True)
 
 
 def signal_rows(head: SignalsHead, values: bytes | None, names: Mapping[int, str]) -> SignalRows:
@@ -389,22 +387,6 @@ class RowBlocks:
         return int(self.offset[-1])
 
 
-def lost_rows(head: RowsHead) -> dict[int, Counter[int]]:
-    """The rows of a lost frame: counts by site index, by the worker's number of the request.
-
-    Raises:
-        LookupError, ValueError: the frame is malformed.
-    """
-    lost: dict[int, Counter[int]] = {}
-    blocks = RowBlocks(head)
-    for number, which, count in zip(
-        blocks.number.tolist(), blocks.which.tolist(), blocks.count.tolist(), strict=True
-    ):
-        sites = blocks.site_sets[which]
-        lost.setdefault(number, Counter()).update(dict.fromkeys(sites, count))
-    return lost
-
-
 def copy_arrays(arrays: Sequence[RowArray]) -> list[RowArray]:
     """Copies arrays one after the other."""
     return [array.copy() for array in arrays]
@@ -424,16 +406,14 @@ def split_rows(
 
     Args:
         blocks: the frame's labels.
-        payload: the rows.
+        payload: the rows, `blocks.bytes` bytes.
         names: request ids by the worker's numbers.
         copies: `copy_arrays`, or `list` if the payload is a copy already.
         chosen: indices of the blocks; None: all blocks.
 
     Raises:
-        LookupError, OverflowError, ValueError: labels and payload don't fit.
+        LookupError: a request has no name.
     """
-    if blocks.bytes != len(payload):
-        raise ValueError(f"a frame of {len(payload)} bytes labels {blocks.bytes}")
     every_byte = np.frombuffer(payload, np.uint8)
     events: list[Rows] = []
     views: list[RowArray] = []

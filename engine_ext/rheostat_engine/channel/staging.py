@@ -12,8 +12,7 @@ import fcntl
 import mmap
 import os
 import struct
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TypedDict, cast
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 
@@ -134,16 +133,3 @@ def _mapped(report: StagingReport) -> mmap.mmap:
     if (magic, nonce.hex(), size) != (MAGIC, report["nonce"], len(memory) - PAGE):
         raise ValueError("the memory is not the worker's")
     return memory
-
-
-def readers_of(reports: Sequence[Mapping[str, object]]) -> dict[int, StagingReader]:
-    """The staging areas of all reporting workers, by rank.
-
-    Args:
-        reports: the results of `rheostat_describe` from all workers.
-
-    Raises:
-        StagingError: an area can't be mapped.
-    """
-    areas = [cast(StagingReport | None, report["staging"]) for report in reports]
-    return {area["rank"]: StagingReader(area) for area in areas if area is not None}

@@ -24,6 +24,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import cast
 
 import msgspec
 import numpy as np
@@ -51,13 +52,12 @@ from rheostat_engine.channel.events import (
     SignalsHead,
     copy_arrays,
     decode_head,
-    lost_rows,
     signal_rows,
     split_rows,
 )
 from rheostat_engine.channel.frame_copies import FrameCopies
 from rheostat_engine.channel.row_batcher import RowBatcher
-from rheostat_engine.channel.staging import StagingError, StagingReader, readers_of
+from rheostat_engine.channel.staging import StagingError, StagingReader, StagingReport
 from rheostat_engine.settings import EngineSettings
 
 _LOG = logging.getLogger(__name__)
@@ -207,8 +207,12 @@ class EventMerger:
         return ready
 
     def _count_lost(self, head: RowsHead) -> list[Event]:
-        for number, rows in lost_rows(head).items():
-            self._lost.setdefault((head.rank, number), Counter()).update(rows)
+        blocks = RowBlocks(head)
+        for number, which, count in zip(
+            blocks.number.tolist(), blocks.which.tolist(), blocks.count.tolist(), strict=True
+        ):
+            lost = self._lost.setdefault((head.rank, number), Counter())
+            lost.update(dict.fromkeys(blocks.site_sets[which], count))
         return []
 
     def _on_installed(self, head: InstalledHead) -> list[Event]:
@@ -396,7 +400,8 @@ class WorkerChannel:
         Raises:
             StagingError: an area can't be mapped.
         """
-        self._areas = readers_of(reports)
+        areas = [cast(StagingReport | None, report["staging"]) for report in reports]
+        self._areas = {area["rank"]: StagingReader(area) for area in areas if area is not None}
 
     def start(self, loop: asyncio.AbstractEventLoop, deliver: Callable[[Event], None]) -> None:
         """Starts the thread, which calls `deliver` on `loop` for every event.

@@ -242,17 +242,20 @@ class Act:
         if not isinstance(self.rows, SiteRows):
             object.__setattr__(self, "rows", SiteRows.of(self.rows))
 
-    def with_gate(self, gate: Gate) -> "Act":
-        """A copy under another gate. `dataclasses.replace` would take three times as long."""
+    def with_gate(self, gate: Gate | None, *, positions: bool = True) -> "Act":
+        """A copy under another gate, with its positions or without spans and conditions.
+
+        `dataclasses.replace` would take three times as long.
+        """
         return Act(
             self.kind,
             self.vectors,
             self.rows,
-            self.spans,
+            self.spans if positions else (),
             self.scale,
             self.bands,
             self.orthogonal,
-            self.conditions,
+            self.conditions if positions else (),
             self.reading,
             gate,
             self.gain,

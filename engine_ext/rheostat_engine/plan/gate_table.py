@@ -10,7 +10,7 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-from rheostat_engine.plan.gates import MAX_TERMS, NEVER, Gate, GateCondition, Hold, Pool
+from rheostat_engine.plan.gates import MAX_TERMS, NEVER, Gate, Hold, Pool
 
 
 class Ints(IntEnum):
@@ -145,11 +145,8 @@ def _follows_from_own_row(gate: Gate) -> bool:
         condition.pool is Pool.LAST
         and condition.for_tokens == 1
         and condition.decided_at == NEVER
-        and not _lags(condition)
+        # Other bounds while the value counts would depend on earlier readings.
+        and condition.stays_above is None
+        and condition.stays_below is None
         for condition in gate.conditions
     )
-
-
-def _lags(condition: GateCondition) -> bool:
-    """Whether other bounds apply while the value counts."""
-    return condition.stays_above is not None or condition.stays_below is not None

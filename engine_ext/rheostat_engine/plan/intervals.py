@@ -35,6 +35,15 @@ class Intervals(NamedTuple):
         """[p]: one past the last position of each interval."""
         return np.append(self.starts[1:], np.int32(OPEN_END))
 
+    def first(self, wanted: Sequence[bool]) -> int:
+        """The lowest position with a wanted set of members; `OPEN_END` if there is none.
+
+        Args:
+            wanted: for each of `members`, whether it is wanted.
+        """
+        where = np.flatnonzero(np.array(wanted)[self.sets])
+        return int(self.starts[where[0]]) if len(where) else OPEN_END
+
 
 def cut_intervals(
     spans: Sequence[Spans],

@@ -197,12 +197,5 @@ def _templates(kind: Kind, vector: bytes, scale: float) -> tuple[_Template, _Tem
 
 
 def _key(prefix: bytes, content: object) -> int:
-    return _hash(prefix + _encoded(content))
-
-
-def _encoded(content: object) -> bytes:
-    return content if isinstance(content, _Encoded) else _ENCODER.encode(content)
-
-
-def _hash(data: bytes) -> int:
-    return hash(data) & _UINT64
+    encoded = content if isinstance(content, _Encoded) else _ENCODER.encode(content)
+    return hash(prefix + encoded) & _UINT64

@@ -12,7 +12,7 @@ Why a cost
     program and a set of sites cost about 1 each. Admission limits the cost and the intervals.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -31,14 +31,7 @@ from rheostat_engine.plan.composition import (
     means_program,
     variant_acts,
 )
-from rheostat_engine.plan.gates import (
-    MAX_GATES,
-    NEVER,
-    NO_SIGNALS,
-    Gate,
-    Signals,
-    gates_of,
-)
+from rheostat_engine.plan.gates import MAX_GATES, NEVER, NO_SIGNALS, Gate, Signals, gates_of
 from rheostat_engine.plan.intervals import Intervals, PlanTooLarge, cut_intervals
 
 MAX_PLAN_COST = 50_000
@@ -163,9 +156,7 @@ class SteeringTable:
     def _first_position(self, act: int) -> int:
         """The lowest position at which an act may select a token; `OPEN_END` if there is none."""
         own = {number for number, clause in enumerate(self.clauses) if clause.act == act}
-        present = np.array([not own.isdisjoint(members) for members in self.intervals.members])
-        where = np.flatnonzero(present[self.intervals.sets])
-        return int(self.intervals.starts[where[0]]) if len(where) else OPEN_END
+        return self.intervals.first([not own.isdisjoint(m) for m in self.intervals.members])
 
     def token_variants(self, number: int) -> TokenVariants:
         """Combines the acts of a clause set, `intervals.members[number]`.
@@ -219,9 +210,7 @@ class CaptureTable:
     @cached_property
     def first(self) -> int:
         """The lowest captured position; `OPEN_END` if nothing is captured."""
-        captured = np.array([bool(members) for members in self.intervals.members])
-        where = np.flatnonzero(captured[self.intervals.sets])
-        return int(self.intervals.starts[where[0]]) if len(where) else OPEN_END
+        return self.intervals.first([bool(members) for members in self.intervals.members])
 
     def need(self, *, prompt_len: int, max_step_tokens: int) -> CaptureNeed:
         """The ring rows that one sample needs.
@@ -291,7 +280,12 @@ def steering_table(acts: tuple[Act, ...], signals: Signals = NO_SIGNALS) -> Stee
         max_cost=MAX_PLAN_COST,
         max_intervals=MAX_INTERVALS,
     )
-    bare = tuple([_without_positions(act, numbered) for act in acts])
+    bare = tuple(
+        [
+            act.with_gate(None if act.gate is None else numbered[act.gate], positions=False)
+            for act in acts
+        ]
+    )
     packed = tuple(np.array(tokens, "<i4").tobytes() for tokens in sets)
     shown = signals.with_gates(numbered)
     table = SteeringTable(bare, tuple(clauses), packed, intervals, shown)
@@ -324,26 +318,6 @@ def capture_table(captures: tuple[Capture, ...]) -> CaptureTable | None:
     )
     bare = tuple(Capture(capture.sites, (), capture.encoding) for capture in used)
     return _affordable(CaptureTable(bare, intervals), MAX_CAPTURE_COST)
-
-
-def _without_positions(act: Act, gates: Mapping[Gate, Gate]) -> Act:
-    """A copy of an act with another gate, and without spans and conditions.
-
-    `replace` would take three times as long.
-    """
-    return Act(
-        act.kind,
-        act.vectors,
-        act.rows,
-        (),
-        act.scale,
-        act.bands,
-        act.orthogonal,
-        (),
-        act.reading,
-        None if act.gate is None else gates[act.gate],
-        act.gain,
-    )
 
 
 def _open_spans(act: Act, spans: Spans) -> Spans:

@@ -39,7 +39,7 @@ _Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 _GATES_KEPT: Final = 64
 """Plans whose parsed gates are kept for later plans with equal gates."""
-_Read = TypeVar("_Read", bound=msgspec.Struct)
+_Read = TypeVar("_Read")
 
 
 class _Intervals(msgspec.Struct):
@@ -91,14 +91,13 @@ def steering_to(table: SteeringTable) -> bytes:
     """Serializes a table of acts."""
     acts = []
     for act in table.acts:
-        sites, rows = (_bytes(part) for part in (act.site_rows.sites, act.site_rows.rows))
         gate = None if act.gate is None else table.gates.index(act.gate)
         acts.append(
             _Act(
                 act.kind,
                 act.vectors,
-                sites,
-                rows,
+                _bytes(act.site_rows.sites),
+                _bytes(act.site_rows.rows),
                 act.scale,
                 act.bands,
                 act.orthogonal,
@@ -125,8 +124,7 @@ def steering_from(wire: bytes) -> SteeringTable:
     """
     plain = _decoded(wire, _Steering)
     gates = plain.gates
-    for gate in gates:
-        _check_gate(gate)
+    _check_gates(gates)
     if any(plain_act.gate is not None and plain_act.gate >= len(gates) for plain_act in plain.acts):
         raise ValueError("this is no plan: an act names a gate that is missing")
     acts = _acts_from(plain.acts, gates)
@@ -134,8 +132,6 @@ def steering_from(wire: bytes) -> SteeringTable:
         _check(act)
     if len({act.reading.mean_at for act in acts if act.reading and act.reading.of_mean}) > 1:
         raise ValueError("this is no plan: means of rows are read at several positions")
-    if len(gates) > MAX_GATES:
-        raise ValueError(f"this is no plan: it has more than {MAX_GATES} gates")
     readings, numbers, openness, kept = plain.signals
     if readings > MAX_COLUMNS or any(number >= len(gates) for number in (*numbers, kept - 1)):
         raise ValueError("this is no plan: its signals name a reading or a gate that is missing")
@@ -148,7 +144,7 @@ def steering_from(wire: bytes) -> SteeringTable:
         if clause.tokens is not None and clause.tokens >= len(plain.sets):
             raise ValueError(f"this is no plan: there is no set {clause.tokens} of token ids")
     for tokens in plain.sets:
-        ids = _int32(tokens, "token ids")
+        ids = _int32([tokens], "token ids")
         if not len(ids) or ids[0] < 0 or (np.diff(ids) <= 0).any():
             raise ValueError("this is no plan: token ids are missing or not ascending")
     intervals = _intervals_from(plain.intervals, len(clauses))
@@ -172,28 +168,20 @@ def gates_from(wire: bytes) -> tuple[Gate, ...]:
     Raises:
         ValueError: the bytes are no gates.
     """
-    try:
-        gates = msgspec.msgpack.decode(wire, type=tuple[Gate, ...])
-    except msgspec.MsgspecError as error:
-        raise ValueError(f"this is no plan: gates: {error}") from error
-    if len(gates) > MAX_GATES:
-        raise ValueError(f"this is no plan: it has more than {MAX_GATES} gates")
-    for gate in gates:
-        _check_gate(gate)
+    gates = _decoded(wire, tuple[Gate, ...], "gates: ")
+    _check_gates(gates)
     return gates
 
 
 def captures_to(table: CaptureTable) -> bytes:
     """Serializes a table of captures."""
-    encodings = list(
-        dict.fromkeys(
-            capture.encoding for capture in table.captures if capture.encoding is not None
-        )
-    )
-    numbers = {encoding: number for number, encoding in enumerate(encodings)}
+    numbers: dict[RowEncoding, int] = {}
+    for capture in table.captures:
+        if capture.encoding is not None:
+            numbers.setdefault(capture.encoding, len(numbers))
     digests: dict[bytes, int] = {}
     wires = []
-    for encoding in encodings:
+    for encoding in numbers:
         wire = _Encoding(encoding.codec, encoding.dtype, encoding.kept, encoding.seed)
         if encoding.directions is not None:
             vectors = encoding.directions.vectors
@@ -227,11 +215,11 @@ def captures_from(wire: bytes) -> CaptureTable:
     return CaptureTable(tuple(captures), _intervals_from(plain.intervals, len(captures)))
 
 
-def _decoded(wire: bytes, kind: type[_Read]) -> _Read:
+def _decoded(wire: bytes, kind: type[_Read], part: str = "") -> _Read:
     try:
         return msgspec.msgpack.decode(wire, type=kind)
     except msgspec.MsgspecError as error:
-        raise ValueError(f"this is no plan: {error}") from error
+        raise ValueError(f"this is no plan: {part}{error}") from error
 
 
 def _intervals_to(intervals: Intervals) -> _Intervals:
@@ -239,7 +227,7 @@ def _intervals_to(intervals: Intervals) -> _Intervals:
 
 
 def _intervals_from(plain: _Intervals, clauses: int) -> Intervals:
-    starts, sets = _int32(plain.starts, "positions"), _int32(plain.sets, "sets")
+    starts, sets = _int32([plain.starts], "positions"), _int32([plain.sets], "sets")
     if len(starts) != len(sets) or not len(starts):
         raise ValueError("this is no plan: intervals and sets don't fit")
     if starts[0] != 0 or (np.diff(starts) <= 0).any() or starts[-1] >= OPEN_END:
@@ -256,21 +244,22 @@ def _bytes(numbers: npt.NDArray[np.int32]) -> bytes:
     return numbers.astype("<i4", copy=False).tobytes()
 
 
-def _joined_int32(parts: Sequence[bytes], name: str) -> npt.NDArray[np.int32]:
-    """As `_int32`, of several parts one after the other."""
+def _int32(parts: Sequence[bytes], name: str) -> npt.NDArray[np.int32]:
+    """The numbers of several parts, one after the other."""
     if any(len(part) % 4 for part in parts):
         raise ValueError(f"this is no plan: {name} are torn")
-    return _int32(b"".join(parts), name)
+    return np.frombuffer(b"".join(parts), "<i4").astype(np.int32, copy=False)
 
 
-def _int32(data: bytes, name: str) -> npt.NDArray[np.int32]:
-    if len(data) % 4:
-        raise ValueError(f"this is no plan: {name} are torn")
-    return np.frombuffer(data, "<i4").astype(np.int32, copy=False)
+def _check_gates(gates: Sequence[Gate]) -> None:
+    """Raises ValueError for gates that admission would have refused."""
+    if len(gates) > MAX_GATES:
+        raise ValueError(f"this is no plan: it has more than {MAX_GATES} gates")
+    for gate in gates:
+        _check_gate(gate)
 
 
 def _check_gate(gate: Gate) -> None:
-    """Raises ValueError for a gate that admission would have refused."""
     conditions = gate.conditions
     if not 1 <= len(conditions) <= MAX_CONDITIONS or not 1 <= len(gate.columns) <= MAX_TERMS:
         raise ValueError("this is no plan: a gate has too few or too many conditions or readings")
@@ -279,20 +268,17 @@ def _check_gate(gate: Gate) -> None:
     finite = math.isfinite(gate.a) and math.isfinite(gate.b)
     if not finite or (gate.form is Form.RAMP and not gate.a < gate.b):
         raise ValueError("this is no plan: the form of a gate is impossible")
-    if gate.late and (gate.hold is Hold.TOKEN or max(_decisions(gate)) >= gate.late):
+    decided = max(condition.decided_at for condition in conditions)
+    if gate.late and (gate.hold is Hold.TOKEN or decided >= gate.late):
         raise ValueError("this is no plan: a late gate is decided too late, or not held")
     if gate.recorded and (gate.form is not Form.STEP or gate.end > MAX_RECORDED):
         raise ValueError("this is no plan: a gate can't be recorded")
 
 
-def _decisions(gate: Gate) -> list[int]:
-    return [condition.decided_at for condition in gate.conditions]
-
-
 def _acts_from(plain_acts: Sequence[_Act], gates: Sequence[Gate]) -> tuple[Act, ...]:
     """The acts of a table. The arrays of all acts are read together: many have a single row."""
-    sites = _joined_int32([plain.sites for plain in plain_acts], "sites")
-    rows = _joined_int32([plain.rows for plain in plain_acts], "rows")
+    sites = _int32([plain.sites for plain in plain_acts], "sites")
+    rows = _int32([plain.rows for plain in plain_acts], "rows")
     negative = sites.min(initial=0) < 0 or rows.min(initial=0) < 0
     acts = []
     first_site = first_row = 0

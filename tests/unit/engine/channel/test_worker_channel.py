@@ -75,10 +75,11 @@ def test_a_large_block_is_split_into_sites_that_keep_no_other_in_memory() -> Non
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_frame_whose_labels_do_not_fit_its_rows_is_refused(count: int) -> None:
+    merger = EventMerger(1)
+    merger.feed(installed())
     head = rows(count=count)
-    assert isinstance(head, RowsHead)
     with pytest.raises(ValueError, match=f"^a frame of 16 bytes labels {8 * count}$"):
-        split_rows(RowBlocks(head), payload(2), {1: "r"})
+        merger.feed(head, payload(2))
 
 
 VALUES = np.arange(6, dtype="<f4").reshape(2, 3)
