@@ -6,6 +6,7 @@ Invariant: every block of this rank has its sites, or startup fails with the rea
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import numpy as np
@@ -13,14 +14,15 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
+from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
-from rheostat_engine.adapters.blocks import find_blocks, layer_count
+from rheostat_engine.adapters.blocks import find_blocks
 from rheostat_engine.adapters.controllers import load_controllers, share_decision
 from rheostat_engine.adapters.embedding import EmbeddingPart, measure_embedding
 from rheostat_engine.adapters.probing import forward_context, probe_tokens, run_once
 from rheostat_engine.adapters.refusals import refuse_unserved
 from rheostat_engine.adapters.routers import Routers, find_routers
-from rheostat_engine.adapters.runner import server_request_id
+from rheostat_engine.adapters.runner import disable_lora, server_request_id
 from rheostat_engine.adapters.unembedding import Unembedding, find_unembedding
 from rheostat_engine.plan.capacity import Capacity
 from rheostat_engine.plan.points import ROUTERS
@@ -61,8 +63,6 @@ class Assembled:
     block_layouts: dict[int, str]
     """By layer: the stream layout, "pair" or "single"."""
     num_layers: int
-    reports: bool
-    """Whether this rank reports to the server."""
     unembedding: Unembedding
     """Its final norm and unembedding."""
     embedding: EmbeddingPart | None = None
@@ -70,58 +70,44 @@ class Assembled:
 
 
 def assemble(
+    runner: LoRAModelRunnerMixin,
     model: nn.Module,
     config: VllmConfig,
-    *,
     device: torch.device,
     tokens: int,
-    rank: int,
-    without_lora: Callable[[], None],
 ) -> Assembled:
     """Finds and installs the sites.
 
     Args:
+        runner: the model's runner.
         model: loaded, not compiled.
         config: the engine's configuration.
         device: the device of the model.
         tokens: the most tokens of a forward pass, including padding.
-        rank: this worker's rank.
-        without_lora: makes sure that no adapter acts on rows outside a step.
 
     Raises:
         SiteError: the model or the configuration can't be served.
     """
+    without_lora = partial(disable_lora, runner)
+    without_lora()
     refuse_unserved(config)
     settings = EngineSettings.from_config(config.additional_config)
     width = config.model_config.get_hidden_size()
-    layers = layer_count(config)
+    layers = config.model_config.get_total_num_hidden_layers()  # of all pipeline stages
+    rank = config.parallel_config.rank
     dtype = cast(torch.dtype, config.model_config.dtype)
+    run = partial(run_once, model, config, device)
     blocks = find_blocks(model, config)
     with forward_context(config):
-        layouts = probe(
-            blocks,
-            width,
-            lambda: run_once(model, config, device),
-            rank=get_tensor_model_parallel_rank(),
-        )
-        routers = find_routers(blocks, config, width, lambda: run_once(model, config, device))
+        layouts = probe(blocks, width, run, rank=get_tensor_model_parallel_rank())
+        routers = find_routers(blocks, config, width, run)
     unembedding = find_unembedding(
-        model,
-        config,
-        blocks,
-        lambda: run_once(model, config, device),
-        device=device,
-        without_lora=without_lora,
+        model, config, blocks, run, device=device, without_lora=without_lora
     )
+    first = get_pp_group().is_first_rank
     embedding = None
-    if get_pp_group().is_first_rank:
-        embedding = measure_embedding(
-            model,
-            blocks[0],
-            width,
-            lambda tokens: run_once(model, config, device, tokens),
-            probe_tokens(device),
-        )
+    if first:
+        embedding = measure_embedding(model, blocks[0], width, run, probe_tokens(device))
     site_slots = SiteSlots(layers, routers=bool(routers.experts))
     capacity = settings.capacity(width=width, itemsize=dtype.itemsize)
     bank = Bank(sites=site_slots.count, capacity=capacity, width=width, dtype=dtype, device=device)
@@ -145,17 +131,18 @@ def assemble(
         doses=doses.dose_slots,
         ring=torch.zeros(capacity.capture_rows + 1, width, dtype=dtype, device=device),
     )
-    installed = install(blocks, layouts, buffers, width=width, entry=get_pp_group().is_first_rank)
+    installed = install(blocks, layouts, buffers, width=width, entry=first)
     bind(buffers)
     routed = routers.install(buffers, lambda layer: site_slots.of(ROUTERS + layer))
     expected = frozenset([*(site.index for site in installed), *routed])
-    _verify(buffers, expected, lambda: run_once(model, config, device))
+    _verify(buffers, expected, run)
     expander = Expander(buffers, bank.code_of, rules, tokens)
     if device.type == "cuda":
         from rheostat_engine.sites.kernels import warm_up
 
-        nothing = expander.instructions(_idle_instructions(), torch.zeros(0))
-        warm_up(buffers, nothing, narrow=routers.rows)
+        none = np.zeros(1, np.int32)
+        idle = Compact(none, none, none, none, none, base=None)  # one token without instructions
+        warm_up(buffers, expander.instructions(idle, torch.zeros(0)), narrow=routers.rows)
     reports = get_tensor_model_parallel_rank() == 0
     gates, gains = GateStates(buffers.of(0)), GainStates(buffers.gates)
     steering = Steering(bank, rules, doses, gates, gains, site_slots)
@@ -214,7 +201,6 @@ def assemble(
         routers,
         stream_layouts,
         layers,
-        reports,
         unembedding,
         embedding,
     )
@@ -231,12 +217,6 @@ def _verify(buffers: Buffers, expected: frozenset[int], run_model: Callable[[], 
             f"of the installed sites {sorted(expected)}, these did not run exactly once: "
             f"{wrong} (site: runs)"
         )
-
-
-def _idle_instructions() -> Compact:
-    """The instructions of one token without acts and captures."""
-    none = np.zeros(1, np.int32)
-    return Compact(none, none, none, none, none, base=None)
 
 
 def _refused(layouts: list[BlockLayout]) -> dict[str, str]:

@@ -45,8 +45,3 @@ def find_blocks(model: nn.Module, config: VllmConfig) -> list[Block]:
         raise SiteError(f"expected one list of decoder blocks, found: {names}")
     (blocks,) = outermost.values()
     return blocks
-
-
-def layer_count(config: VllmConfig) -> int:
-    """Decoder blocks of the whole model, over all pipeline stages."""
-    return config.model_config.get_total_num_hidden_layers()

@@ -8,7 +8,7 @@ to a row than multiply it (as Gemma does) and add something that does not depend
 GPT-2's positions), or if the matrix is quantised, the embedding is refused with a reason.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -111,13 +111,10 @@ def _factor(
     def record(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         streams.append(stream_tensors(args, kwargs, width)[0].detach().double())
 
-    hook = first_block.module.register_forward_pre_hook(record, with_kwargs=True)
-    try:
-        orders: Sequence[torch.Tensor] = (tokens, tokens.roll(1))
+    orders = (tokens, tokens.roll(1))
+    with first_block.module.register_forward_pre_hook(record, with_kwargs=True):
         for order in orders:
             run_model(order)
-    finally:
-        hook.remove()
     with torch.inference_mode():
         rows, others = (embedding(order).double() for order in orders)
     change, expected = streams[1] - streams[0], others - rows

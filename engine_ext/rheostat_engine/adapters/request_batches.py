@@ -30,6 +30,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder, bytestr
 
+from rheostat_engine.adapters.request_copies import with_extra
+
 _OTHERS = "rheostat_others"
 """The key of the other requests in `SamplingParams.extra_args`: a list of [id, bytes]."""
 
@@ -132,20 +134,9 @@ class _Batches:
         *others, (last, parts) = waiting
         if others:
             encoded = [(other.request_id, own_parts[0]) for other, own_parts in others]
-            parts = self._client.encoder.encode(_with_others(last, encoded))
+            parts = self._client.encoder.encode(with_extra(last, _OTHERS, encoded))
         with suppress(EngineDeadError):
             self._send((EngineCoreRequestType.ADD.value, *parts), self._client.core_engine)
-
-
-def _with_others(
-    request: EngineCoreRequest, others: Sequence[tuple[str, bytestr]]
-) -> EngineCoreRequest:
-    """A request whose message also carries other requests."""
-    changed, params = copy(request), copy(request.sampling_params)
-    assert params is not None  # only pooling requests have none
-    params.extra_args = {**(params.extra_args or {}), _OTHERS: others}
-    changed.sampling_params = params
-    return changed
 
 
 def receive_batches() -> None:

@@ -18,7 +18,6 @@ from collections.abc import Iterable, Sequence
 from copy import copy
 from typing import NamedTuple
 
-from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest, EngineCoreRequestType
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.request import Request
@@ -44,11 +43,15 @@ class RequestCopy(NamedTuple):
 
 def with_copies(request: EngineCoreRequest, copies: Sequence[RequestCopy]) -> EngineCoreRequest:
     """Returns a request whose message also carries copies of it. Its plan must have a window."""
-    params = _params(request)
-    assert params.extra_args is not None
-    changed, changed_params = copy(request), copy(params)
-    changed_params.extra_args = {**params.extra_args, _COPIES: [list(fields) for fields in copies]}
-    changed.sampling_params = changed_params
+    return with_extra(request, _COPIES, [list(fields) for fields in copies])
+
+
+def with_extra(request: EngineCoreRequest, key: str, value: object) -> EngineCoreRequest:
+    """A copy of a request with one more entry in its `SamplingParams.extra_args`."""
+    changed, params = copy(request), copy(request.sampling_params)
+    assert params is not None  # only pooling requests have none
+    params.extra_args = {**(params.extra_args or {}), key: value}
+    changed.sampling_params = params
     return changed
 
 
@@ -90,21 +93,10 @@ def _make_copies(
     request: EngineCoreRequest, plan: ReceivedPlan, copies: Iterable[RequestCopy]
 ) -> Iterable[EngineCoreRequest]:
     """Yields the copies of a request. `plan` is its plan, which has a window."""
-    params, window = _params(request), plan.window
-    assert window is not None
+    assert plan.window is not None
     for fields in copies:
-        copied, copied_params = copy(request), copy(params)
-        copied_plan = plan._replace(
-            request_id=fields.external_id,
-            window=Window(fields.start, fields.end, window.first_act),
-        )
-        copied_params.extra_args = {**(params.extra_args or {}), EXTRA_ARG: copied_plan}
-        copied.sampling_params = copied_params
+        window = Window(fields.start, fields.end, plan.window.first_act)
+        copied_plan = plan._replace(request_id=fields.external_id, window=window)
+        copied = with_extra(request, EXTRA_ARG, copied_plan)
         copied.request_id, copied.external_req_id = fields.request_id, fields.external_id
         yield copied
-
-
-def _params(request: EngineCoreRequest) -> SamplingParams:
-    params = request.sampling_params
-    assert params is not None  # only pooling requests have none
-    return params

@@ -13,7 +13,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from rheostat_engine.adapters.assembly import Assembled, assemble
 from rheostat_engine.adapters.gate_decisions import with_decisions
-from rheostat_engine.adapters.runner import apply_scheduler_output, disable_lora
+from rheostat_engine.adapters.runner import apply_scheduler_output
 from rheostat_engine.worker.step_tokens import Batch
 
 
@@ -25,15 +25,7 @@ class CpuSiteRunner(CPUModelRunner):
     def load_model(self, load_dummy_weights: bool = False) -> None:
         """Loads the model, then installs the sites before anything is compiled."""
         super().load_model(load_dummy_weights=load_dummy_weights)
-        disable_lora(self)
-        self.sites = assemble(
-            self.model,
-            self.vllm_config,
-            device=self.device,
-            tokens=self.max_num_tokens,
-            rank=self.parallel_config.rank,
-            without_lora=lambda: disable_lora(self),
-        )
+        self.sites = assemble(self, self.model, self.vllm_config, self.device, self.max_num_tokens)
         self._scheduled: SchedulerOutput | None = None
 
     def execute_model(

@@ -23,7 +23,7 @@ from rheostat_engine.adapters.attention_splits import fix_splits_for_full_graphs
 from rheostat_engine.adapters.device_memory import check_device_memory
 from rheostat_engine.adapters.gate_decisions import with_decisions
 from rheostat_engine.adapters.graphs import site_graphs
-from rheostat_engine.adapters.runner import apply_scheduler_output, disable_lora
+from rheostat_engine.adapters.runner import apply_scheduler_output
 from rheostat_engine.worker.step_tokens import Batch
 
 _PREPARE_INPUTS = "prepare_inputs"
@@ -48,15 +48,7 @@ class GpuSiteRunner(GPUModelRunner):
         super().load_model(load_dummy_weights, *args, model=model, **kwargs)
         check_device_memory(self.vllm_config, self.device, int(self.model_memory_usage))
         call_after(self.model_state, self._begin_step)
-        disable_lora(self)
-        self.sites = assemble(
-            self.model,
-            self.vllm_config,
-            device=self.device,
-            tokens=self.max_num_tokens,
-            rank=self.parallel_config.rank,
-            without_lora=lambda: disable_lora(self),
-        )
+        self.sites = assemble(self, self.model, self.vllm_config, self.device, self.max_num_tokens)
 
     def capture_model(self, *, profile_only: bool = False) -> int:
         """Captures CUDA graphs whose site kernels can be disabled in each step."""

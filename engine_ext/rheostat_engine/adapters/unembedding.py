@@ -14,6 +14,7 @@ the final norm, such as a pipeline stage before the last, has no unembedding and
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
@@ -146,12 +147,8 @@ class Unembedding:
         with torch.inference_mode(), self.context(1):
             ids = torch.tensor(token_ids, device=self.device)
             # Not the head's own `forward`, which the heads of some models refuse.
-            weights = (
-                self.scale
-                * VocabParallelEmbedding.forward(
-                    cast(VocabParallelEmbedding, self.head), ids
-                ).float()
-            )
+            head = cast(VocabParallelEmbedding, self.head)
+            weights = self.scale * VocabParallelEmbedding.forward(head, ids).float()
             zeros = torch.zeros(1, len(self.norm.gain), dtype=self.dtype, device=self.device)
             logits = self.logits(zeros)
             if logits is None:
@@ -234,16 +231,11 @@ def _with_head(found: Unembedding, final: torch.Tensor, tolerance: float) -> Une
         received["processor"] = _base(module)
         received["head"] = _base(args[0] if args else kwargs.get("lm_head"))
 
-    modules = found.model.modules()
-    processors = [module for module in modules if isinstance(_base(module), LogitsProcessor)]
-    hooks = [
-        processor.register_forward_pre_hook(hook, with_kwargs=True) for processor in processors
-    ]
-    try:
+    with ExitStack() as hooks:
+        for module in found.model.modules():
+            if isinstance(_base(module), LogitsProcessor):
+                hooks.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
         logits = found.logits(final)
-    finally:
-        for handle in hooks:
-            handle.remove()
     if "processor" not in received:
         return replace(found, not_linear="the logits don't come from vLLM's logits processor")
     processor, head = received["processor"], received["head"]
@@ -313,11 +305,6 @@ def _outer_calls(
 ) -> tuple[list[_OuterCall], object]:
     """Runs the model; returns the calls of modules that neither are in blocks nor have blocks."""
     inner = {module for block in blocks for module in block.module.modules()}
-    outer = [
-        module
-        for module in model.modules()
-        if module not in inner and inner.isdisjoint(module.modules())
-    ]
     calls: list[_OuterCall] = []
 
     def leave(
@@ -327,13 +314,11 @@ def _outer_calls(
         if isinstance(first, torch.Tensor):
             calls.append(_OuterCall(module, args, kwargs, first))
 
-    hooks = [module.register_forward_hook(leave, with_kwargs=True) for module in outer]
-    try:
-        output = run_model()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return calls, output
+    with ExitStack() as hooks:
+        for module in model.modules():
+            if module not in inner and inner.isdisjoint(module.modules()):
+                hooks.enter_context(module.register_forward_hook(leave, with_kwargs=True))
+        return calls, run_model()
 
 
 def _final_norm(

@@ -55,7 +55,7 @@ class SiteRpc:
             "variants": sorted(assembled.runtime.steps),
             "embedding": None if assembled.embedding is None else asdict(assembled.embedding),
             "capacity": asdict(assembled.capacity),
-            "reports": assembled.reports,
+            "reports": captures is not None,
             "no_lens": assembled.unembedding.refused,
             "no_directions": assembled.unembedding.not_linear,
             "staging": None if captures is None else captures.row_sender.area.report(captures.rank),

@@ -82,7 +82,6 @@ class Rpc(SiteRpc, Base):
             Routers({}, {}),
             {0: "pair", 1: "single"},
             (SITES - 1) // 2,
-            True,
             toy_unembedding(),
             EmbeddingPart(count=4, total=0.0, squares=16.0),
         )
