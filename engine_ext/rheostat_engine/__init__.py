@@ -4,15 +4,13 @@ Importing this package imports neither torch nor vLLM. Modules that do are loade
 that run vLLM: the workers, the engine's core, and the server's process with its `AsyncLLM`.
 """
 
-from rheostat_engine.async_llm import add_requests_fast as add_requests_fast
-from rheostat_engine.async_llm import keep_end_token as keep_end_token
+from rheostat_engine.async_llm import adapt_async_llm as adapt_async_llm
 from rheostat_engine.async_llm import prepare_async_llm as prepare_async_llm
 from rheostat_engine.async_llm import receive_outputs as receive_outputs
 from rheostat_engine.async_llm import request_template as request_template
 from rheostat_engine.async_llm import send_gains as send_gains
 from rheostat_engine.async_llm import send_holds as send_holds
 from rheostat_engine.async_llm import stop_async_llm as stop_async_llm
-from rheostat_engine.async_llm import watch_scheduler as watch_scheduler
 from rheostat_engine.channel.events import Attached as Attached
 from rheostat_engine.channel.events import ControllerDisabled as ControllerDisabled
 from rheostat_engine.channel.events import Dose as Dose

@@ -7,7 +7,6 @@ from rheostat_engine.output import Pace, Receive
 from rheostat_engine.plan.gains import GainsUpdate
 
 if TYPE_CHECKING:
-    from rheostat_engine.adapters.gains import Client
     from rheostat_engine.adapters.output_handler import OutputReader
     from rheostat_engine.adapters.outputs import Client as OutputClient
     from rheostat_engine.adapters.outputs import Collector
@@ -48,29 +47,25 @@ async def stop_async_llm(llm: "OutputReader") -> None:
     await stop_output_handler(llm)
 
 
-def watch_scheduler(llm: "Engine", record: "Record") -> None:
-    """Calls `record` with the scheduler's statistics of each step; see `adapters.scheduler_stats`.
+def adapt_async_llm(llm: "Engine", record: "Record") -> None:
+    """Makes a new engine do less on the event loop, for each step and each request.
+
+    See `adapters.scheduler_stats`, `adapters.end_token` and `adapters.core_messages`.
+
+    Args:
+        llm: the engine.
+        record: called with the scheduler's statistics of each step.
 
     Raises:
         RuntimeError: the engine's output handler is running already.
     """
-    from rheostat_engine.adapters import scheduler_stats
+    from rheostat_engine.adapters.core_messages import add_requests_fast
+    from rheostat_engine.adapters.end_token import keep_end_token
+    from rheostat_engine.adapters.scheduler_stats import watch_scheduler
 
-    scheduler_stats.watch_scheduler(llm, record)
-
-
-def keep_end_token(llm: "Engine") -> None:
-    """Makes an engine look up its tokenizer's end token only now; see `adapters.end_token`."""
-    from rheostat_engine.adapters import end_token
-
-    end_token.keep_end_token(llm)
-
-
-def add_requests_fast(llm: "Engine") -> None:
-    """Makes an engine add requests with less work; see `adapters.core_messages`."""
-    from rheostat_engine.adapters import core_messages
-
-    core_messages.add_requests_fast(llm)
+    watch_scheduler(llm, record)
+    keep_end_token(llm)
+    add_requests_fast(llm)
 
 
 def request_template(params: "Params", lora: "Lora | None", priority: int) -> "RequestTemplate":
@@ -93,14 +88,14 @@ def receive_outputs(
     outputs.receive_outputs(llm, collector, receive, fail, pace)
 
 
-async def send_gains(llm: "Client", updates: Iterable[GainsUpdate]) -> None:
+async def send_gains(llm: "Engine", updates: Iterable[GainsUpdate]) -> None:
     """Changes gains of running requests, each from its next step on; see `adapters.gains`."""
     from rheostat_engine.adapters import gains
 
     await gains.send_gains(llm, updates)
 
 
-async def send_holds(llm: "Client", ids: Iterable[str], *, held: bool) -> None:
+async def send_holds(llm: "Engine", ids: Iterable[str], *, held: bool) -> None:
     """Holds or releases running requests, from the next step on; see `adapters.holds`."""
     from rheostat_engine.adapters import holds
 

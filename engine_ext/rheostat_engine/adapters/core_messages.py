@@ -26,8 +26,6 @@ from vllm.v1.serial_utils import bytestr
 
 from rheostat_engine.adapters.request_batches import send_in_batches
 
-Engine = AsyncLLM
-
 _SMALL_BYTES = 64 << 10
 """Parts of more bytes are not copied."""
 
@@ -43,7 +41,7 @@ class _Waiting(Protocol):
     _shadow_sock: zmq.Socket[bytes]
 
 
-def add_requests_fast(llm: Engine) -> None:
+def add_requests_fast(llm: AsyncLLM) -> None:
     """Makes an engine add requests with less work on the event loop."""
     # If vLLM leaves ids as they are, workers take an id for the server's; see `server_request_id`.
     if not envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION:

@@ -7,10 +7,8 @@ Why
 
 from vllm.v1.engine.async_llm import AsyncLLM
 
-Engine = AsyncLLM
 
-
-def keep_end_token(llm: Engine) -> None:
+def keep_end_token(llm: AsyncLLM) -> None:
     """Makes the renderer of an engine return the end token that it has now."""
     token = llm.renderer.get_eos_token_id()
     llm.renderer.get_eos_token_id = lambda: token

@@ -23,8 +23,6 @@ from vllm.v1.engine.core_client import AsyncMPClient
 
 from rheostat_engine.plan.gains import GainsUpdate, merged_gains, updates_from, updates_to
 
-Client = AsyncLLM
-
 _ATTRIBUTE = "rheostat_gains"
 _METHOD = "rheostat_set_gains"
 
@@ -53,7 +51,7 @@ def gains_of(output: SchedulerOutput) -> Sequence[GainsUpdate]:
     return cast(Sequence[GainsUpdate], getattr(output, _ATTRIBUTE, ()))
 
 
-async def send_gains(llm: Client, updates: Iterable[GainsUpdate]) -> None:
+async def send_gains(llm: AsyncLLM, updates: Iterable[GainsUpdate]) -> None:
     """Sends gains to the engine's core. Returns once it has them, before the workers do."""
     client = cast(AsyncMPClient, llm.engine_core)
     await client.call_utility_async(_METHOD, updates_to(updates))

@@ -24,8 +24,6 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.request import Request
 
-Client = AsyncLLM
-
 _ATTRIBUTE = "rheostat_holds"
 _METHOD = "rheostat_hold"
 
@@ -95,7 +93,7 @@ class HeldRequests:
         return self._free(request, delay_free_blocks)
 
 
-async def send_holds(llm: Client, ids: Iterable[str], *, held: bool) -> None:
+async def send_holds(llm: AsyncLLM, ids: Iterable[str], *, held: bool) -> None:
     """Holds or releases requests, by the ids with which they were added.
 
     Returns once the engine's core has the message. Requests that have ended are ignored.

@@ -16,14 +16,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rheostat_engine import (
-    EngineSettings,
-    add_requests_fast,
-    engine_kwargs,
-    keep_end_token,
-    prepare_async_llm,
-    watch_scheduler,
-)
+from rheostat_engine import EngineSettings, adapt_async_llm, engine_kwargs, prepare_async_llm
 from rheostat_server.config import ServerConfig
 from rheostat_server.engine.backend import QueueStats
 from rheostat_server.engine.loras import Lora, lora_arguments, read_loras
@@ -234,9 +227,7 @@ def _start(
             device,
             {lora.name: lora for lora in loras},
         )
-    watch_scheduler(loaded.llm, loaded.counter.add)
-    keep_end_token(loaded.llm)
-    add_requests_fast(loaded.llm)
+    adapt_async_llm(loaded.llm, loaded.counter.add)
     return loaded
 
 

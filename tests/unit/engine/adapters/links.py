@@ -9,8 +9,8 @@ import zmq.asyncio
 from vllm.v1.engine.core_client import AsyncMPClient, BackgroundResources
 from vllm.v1.serial_utils import MsgpackEncoder
 
-from rheostat_engine import add_requests_fast
 from rheostat_engine.adapters import request_batches
+from rheostat_engine.adapters.core_messages import add_requests_fast
 
 ENGINE = b"\x00\x00"
 _WAIT_MS = 5000

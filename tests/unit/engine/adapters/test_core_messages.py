@@ -13,7 +13,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from rheostat_engine import add_requests_fast
+from rheostat_engine.adapters.core_messages import add_requests_fast
 from rheostat_engine.adapters.runner import server_request_id
 
 from .links import ENGINE, iterations_without_requests, make_fast
