@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from cuda.bindings import runtime
 
-from rheostat_engine.sites.recorder import recording
+from rheostat_engine.sites.op import recording
 from rheostat_engine.worker.state.active_sites import ActiveSites
 
 _LOG = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ class SiteGraph(_CudaGraph):
 
     def capture_begin(self, *args: Any, **kwargs: Any) -> None:  # torch's own, passed through
         """Starts to capture, and to record the nodes of sites."""
-        self._recording.enter_context(recording(self))
+        self._recording.enter_context(recording(self.note))
         super().capture_begin(*args, **kwargs)
 
     def capture_end(self) -> None:

@@ -40,25 +40,24 @@ _HEADROOM = 64
 ForwardPatches = Mapping[nn.Module, ForwardPatch]
 
 
-class AttentionNoise:
-    """Replaces the output of attention by reproducible noise."""
+def attention_noise(
+    modules: Sequence[nn.Module], seed: int, scale: float = 1.0
+) -> dict[nn.Module, ForwardPatch]:
+    """Patches that replace the output of attention by reproducible noise.
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        """`modules` are the layers with a KV cache or other state."""
-        self._modules = modules
+    Args:
+        modules: the layers with a KV cache or other state.
+        seed: the seed of the noise.
+        scale: its scale.
+    """
 
-    def patches(self, seed: int, scale: float = 1.0) -> dict[nn.Module, ForwardPatch]:
-        """The replacement of each module's forward."""
-        return {module: self._replacement(seed, scale) for module in self._modules}
+    def patch(forward: Forward, args: Args, kwargs: Kwargs) -> Value:
+        out = forward(*args, **kwargs)
+        if isinstance(out, torch.Tensor) and out.is_floating_point():
+            return scale * noise_like(out, seed)
+        return out
 
-    def _replacement(self, seed: int, scale: float) -> ForwardPatch:
-        def patch(forward: Forward, args: Args, kwargs: Kwargs) -> Value:
-            out = forward(*args, **kwargs)
-            if isinstance(out, torch.Tensor) and out.is_floating_point():
-                return scale * noise_like(out, seed)
-            return out
-
-        return patch
+    return dict.fromkeys(modules, patch)
 
 
 class Replay:
@@ -74,7 +73,6 @@ class Replay:
         """The inputs that may be parts of the stream."""
         self._call = call
         self._rank = rank
-        self._attention = AttentionNoise(block.attention)
         self.parts = self.parts_of(call.out)
         """The recorded results: the stream, or its two parts."""
         if not all(bool(part.isfinite().all()) for part in self.parts):
@@ -106,7 +104,7 @@ class Replay:
         """
         patches = patches or {}
         trace = Trace()
-        attention = self._attention.patches(seed, scale)
+        attention = attention_noise(self.block.attention, seed, scale)
         watched = {
             module: trace.watch(module)
             for module in self.block.module.modules()

@@ -31,7 +31,6 @@ from rheostat_engine.worker.steering.readout_kernels import (
 
 _ADD = tl.constexpr(int(Kind.ADD))
 _NORM_ADD = tl.constexpr(int(Kind.NORM_ADD))
-_READ = tl.constexpr(int(Kind.READ))
 _COSINE = tl.constexpr(int(Normalise.COSINE))
 _COLUMNS = tl.constexpr(MAX_COLUMNS)
 _GATES = tl.constexpr(MAX_GATES)

@@ -21,11 +21,11 @@ Why steps call the op directly
     returns.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
-from rheostat_engine.sites import recorder
 from rheostat_engine.sites.reference import run_site
 from rheostat_engine.worker.state.buffers import Buffers
 
@@ -35,11 +35,35 @@ _LIBRARY.define("site(Tensor(a!) h, Tensor(b!)? residual, Tensor site_handle) ->
 
 class _Bound:
     buffers: Buffers | None = None
+    note: Callable[[int], None] | None = None
+    """Receives the site of each kernel that is captured."""
 
 
 def bind(buffers: Buffers) -> None:
     """Sets the buffers that all sites of this process use."""
     _Bound.buffers = buffers
+
+
+@contextmanager
+def recording(note: Callable[[int], None]) -> Iterator[None]:
+    """While a CUDA graph is captured in the `with` block, passes the site of each kernel on.
+
+    Args:
+        note: called with the site of the last kernel captured on the current CUDA stream.
+    """
+    if _Bound.note is not None:
+        raise RuntimeError("a CUDA graph is already being recorded")
+    _Bound.note = note
+    try:
+        yield
+    finally:
+        _Bound.note = None
+
+
+def note_captured(number: int) -> None:
+    """Passes a site whose kernel was captured to the current recording, if there is one."""
+    if _Bound.note is not None:
+        _Bound.note(number)
 
 
 def site(
@@ -103,7 +127,7 @@ def _on_cuda(h: torch.Tensor, residual: torch.Tensor | None, site_handle: torch.
         buffers.call_counts[number] += 1
     if torch.cuda.is_current_stream_capturing():
         launch_site(h, residual, buffers.of(number), buffers.gains[number])
-        recorder.note(number)
+        note_captured(number)
     elif buffers.active.mask[number]:
         launch_site(h, residual, buffers.of(number), buffers.gains[number])
 

@@ -24,8 +24,8 @@ from rheostat_engine.plan.points import Point
 from rheostat_engine.sites.block_layout import Block, BlockLayout, SiteError, StreamLayout
 from rheostat_engine.sites.block_replay import (
     NOISE_FACTOR,
-    AttentionNoise,
     Replay,
+    attention_noise,
     bitwise_equal,
     stream_sum,
 )
@@ -68,11 +68,9 @@ def probe(
         SiteError: a block is never called, changes the stream's layout, or the stream is changed
             between two blocks.
     """
-    noise = AttentionNoise([attention for block in blocks for attention in block.attention])
+    noise = attention_noise([attention for block in blocks for attention in block.attention], 1)
     trace = Trace()
-    with patched_forwards(
-        {**noise.patches(1), **{b.module: trace.watch(b.module) for b in blocks}}
-    ):
+    with patched_forwards(noise | {b.module: trace.watch(b.module) for b in blocks}):
         run_model()
     calls = {call.module: call for call in trace.calls}
     for block in blocks:

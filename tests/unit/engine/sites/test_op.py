@@ -12,7 +12,7 @@ from rheostat_engine.plan.points import site_count
 from rheostat_engine.sites import install as installation
 from rheostat_engine.sites.block_layout import Block, BlockLayout, Branch, StreamLayout
 from rheostat_engine.sites.install import install
-from rheostat_engine.sites.op import bind, call_directly, site
+from rheostat_engine.sites.op import bind, call_directly, note_captured, recording, site
 from rheostat_engine.sites.probe import probe
 from rheostat_engine.worker.state.buffers import Buffers
 
@@ -241,3 +241,26 @@ def test_an_idle_op_changes_no_bit_of_a_compiled_segment_because_it_receives_the
 
     monkeypatch.setattr(installation._PairBlock, "forward", at_exit_with_the_rounded_sum)
     assert not all(map(torch.equal, expected, compiled(rounded)))
+
+
+def test_captured_kernels_are_noted_by_the_recording_that_is_on() -> None:
+    one: list[int] = []
+    other: list[int] = []
+    note_captured(1)
+    with recording(one.append):
+        note_captured(2)
+        note_captured(3)
+    note_captured(4)
+    with recording(other.append):
+        note_captured(5)
+    assert (one, other) == ([2, 3], [5])
+
+
+def test_recordings_do_not_nest_and_end_whatever_happens() -> None:
+    sites: list[int] = []
+    message = "^a CUDA graph is already being recorded$"
+    with recording(sites.append), pytest.raises(RuntimeError, match=message), recording(print):
+        pass
+    with recording(sites.append):
+        note_captured(1)
+    assert sites == [1]
