@@ -58,6 +58,9 @@ class SignalsWait(IntEnum):
     """Many steps. Only summaries use them, and these are sent when the request ends."""
 
 
+_Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
 class Window(NamedTuple):
     """The positions to which some of a plan's acts are limited.
 
@@ -65,11 +68,11 @@ class Window(NamedTuple):
     these requests, and each request's window selects its own acts.
     """
 
-    start: int
+    start: _Number
     """First position."""
-    end: int
+    end: _Number
     """The position after the last."""
-    first_act: int
+    first_act: _Number
     """Index of the first limited act. The acts before it apply everywhere."""
 
 
@@ -332,10 +335,7 @@ class Plan:
         Raises:
             PlanTooLarge: it exceeds a worker's limits.
         """
-        cost = self.packed_acts.plan_cost + self.packed_captures.plan_cost
-        if self.window is not None:
-            cost += self.packed_outside.plan_cost
-        return cost if self.control is None else cost + self.control.acts.plan_cost
+        return self.packed_captures.plan_cost + sum(acts.plan_cost for acts in self._tables)
 
     @property
     def needs(self) -> tuple[Needs, ...]:
@@ -344,15 +344,21 @@ class Plan:
         Raises:
             ValueError: the acts can't be combined.
         """
-        acts, captures = self.packed_acts, self.packed_captures.needs
-        if acts.gates:
-            controlled = () if self.control is None else (self.control.acts.needs,)
-            return acts.needs, acts.gate_needs, *controlled, captures
-        if self.control is not None:
-            return acts.needs, self.control.acts.needs, captures
+        tables = self._tables
+        needs = [acts.needs for acts in tables]
+        if tables[0].gates:
+            needs.append(tables[0].gate_needs)
+        return *needs, self.packed_captures.needs
+
+    @property
+    def _tables(self) -> list[PackedActs]:
+        """All tables of acts. The first has the request's acts."""
+        tables = [self.packed_acts]
         if self.window is not None:
-            return acts.needs, self.packed_outside.needs, captures
-        return acts.needs, captures
+            tables.append(self.packed_outside)
+        if self.control is not None:
+            tables.append(self.control.acts)
+        return tables
 
     def for_request(self, request_id: str, epoch: int, window: Window | None = None) -> "Plan":
         """A copy with another id and epoch, and the same tables.
@@ -433,9 +439,6 @@ class Plan:
         return msgspec.msgpack.encode(wire)
 
 
-_Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-
-
 class ReceivedControl(NamedTuple):
     """A `Control` in a worker. Its table is still serialized."""
 
@@ -456,7 +459,7 @@ class _Wire(_RequestId, omit_defaults=True):
     measured: bool = True
     acts: EncodedTable | None = None
     captures: EncodedTable | None = None
-    window: tuple[_Number, _Number, _Number] | None = None
+    window: Window | None = None
     outside: EncodedTable | None = None
     gained: bool = False
     control: ReceivedControl | None = None
@@ -507,7 +510,7 @@ def read_plan(wire: object) -> ReceivedPlan:
         plain = msgspec.msgpack.decode(wire, type=_Wire)
     except msgspec.MsgspecError as error:
         raise ValueError(f"this is no plan: {error}") from error
-    window = None if plain.window is None else Window(*plain.window)
+    window = plain.window
     if window is not None and (plain.measured or not window.start < window.end):
         raise ValueError("this is no plan: its window is empty, or its acts are measured")
     gates = gates_from(plain.gates) if plain.gates else ()
