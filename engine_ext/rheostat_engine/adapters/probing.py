@@ -43,10 +43,7 @@ def run_once(
         for name, tensor in between.tensors.items():
             noise = torch.randn(tensor.shape, generator=generator)
             between.tensors[name] = noise.to(device=device, dtype=tensor.dtype)
-    with (
-        torch.inference_mode(),
-        set_forward_context(None, config, num_tokens=PROBE_TOKENS, skip_compiled=True),
-    ):
+    with torch.inference_mode(), forward_context(config):
         output: object = model(
             input_ids=(probe_tokens(device) if tokens is None else tokens) if first else None,
             positions=positions,
@@ -56,6 +53,6 @@ def run_once(
     return output
 
 
-def forward_context(config: VllmConfig) -> AbstractContextManager[None]:
-    """vLLM's forward context, in which single blocks of the model can run."""
-    return set_forward_context(None, config, num_tokens=PROBE_TOKENS, skip_compiled=True)
+def forward_context(config: VllmConfig, tokens: int = PROBE_TOKENS) -> AbstractContextManager[None]:
+    """vLLM's forward context, in which single modules of the model can run on some tokens."""
+    return set_forward_context(None, config, num_tokens=tokens, skip_compiled=True)

@@ -21,13 +21,13 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 from vllm.config import VllmConfig
-from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     UnquantizedEmbeddingMethod,
     VocabParallelEmbedding,
 )
 
+from rheostat_engine.adapters.probing import forward_context
 from rheostat_engine.sites.block_layout import Block
 
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
@@ -131,7 +131,7 @@ class Unembedding:
         count = len(rows)
         if reference is not None:
             rows = torch.cat([rows, reference.to(rows)])
-        with torch.inference_mode(), self.context(len(rows)):
+        with torch.inference_mode(), forward_context(self.config, len(rows)):
             rows = rows.to(self.device, self.dtype)
             final = self.norm.normed(rows)
             logits = self.logits(final)
@@ -144,7 +144,7 @@ class Unembedding:
         """The directions of tokens. Each rank of the last pipeline stage must call it."""
         if self.norm is None or self.head is None:
             return None
-        with torch.inference_mode(), self.context(1):
+        with torch.inference_mode(), forward_context(self.config, 1):
             ids = torch.tensor(token_ids, device=self.device)
             # Not the head's own `forward`, which the heads of some models refuse.
             head = cast(VocabParallelEmbedding, self.head)
@@ -161,10 +161,6 @@ class Unembedding:
         self.without_lora()
         logits: torch.Tensor | None = self.model.compute_logits(final)
         return logits
-
-    def context(self, tokens: int) -> Any:  # Any: vLLM's context manager
-        """vLLM's forward context, in which the norm and the head can run."""
-        return set_forward_context(None, self.config, num_tokens=tokens, skip_compiled=True)
 
 
 def find_unembedding(
@@ -207,7 +203,7 @@ def _found(
         return _refused(nothing, "the model's output is not that of a norm after its blocks")
     tolerance = _TOLERANCE[nothing.dtype]
     width = output.shape[-1]
-    with nothing.context(len(output)):
+    with forward_context(nothing.config, len(output)):
         norm = _final_norm(call.module, width, nothing.dtype, nothing.device)
         streams, final = call.repeated(nothing.dtype, nothing.device)
         # Some norms ignore a second tensor that they are given.

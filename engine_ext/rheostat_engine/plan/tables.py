@@ -172,14 +172,6 @@ class SteeringTable:
         )
         return TokenVariants(acts.sets, variants)
 
-    @property
-    def all_token_variants(self) -> tuple[TokenVariants, ...]:
-        """Combines the acts of each clause set; see `token_variants`.
-
-        Not cached, because the result takes many times the memory of the table.
-        """
-        return tuple(map(self.token_variants, range(len(self.intervals.members))))
-
 
 class CaptureNeed(NamedTuple):
     """The ring rows that captures need."""

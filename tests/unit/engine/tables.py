@@ -7,6 +7,8 @@ import numpy.typing as npt
 import torch
 
 from rheostat_engine import Capacity
+from rheostat_engine.plan.composition import TokenVariants
+from rheostat_engine.plan.tables import SteeringTable
 from rheostat_engine.worker.steering.bank import Bank
 from rheostat_engine.worker.steering.doses import Norms
 from rheostat_engine.worker.steering.programs import Programs
@@ -21,6 +23,13 @@ VECTORS: dict[bytes, npt.NDArray[np.float32]] = {
     for i, digest in enumerate(DIGESTS)
 }
 """Positive, so that sums of them with positive scales are never zero, and independent."""
+
+
+def variants_of(table: SteeringTable | None) -> tuple[TokenVariants, ...]:
+    """What happens at the positions of each clause set."""
+    if table is None:
+        return ()
+    return tuple(map(table.token_variants, range(len(table.intervals.members))))
 
 
 def norms(vectors: Vectors) -> Norms:

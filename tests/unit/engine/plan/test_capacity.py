@@ -28,7 +28,7 @@ from ..cpu_worker import NOTHING, Worker
 from ..gated import gated_plans
 from ..naive import described
 from ..strategies import DIGESTS, EVERYWHERE, LIMIT, ablate, add, captured, plans
-from ..tables import capacity, used
+from ..tables import capacity, used, variants_of
 
 RESOURCES = [field.name for field in fields(Capacity)]
 HELD = ("bank_rows", "directions", "steps", "slots")
@@ -152,7 +152,7 @@ def test_rows_that_come_to_nothing_are_reserved_though_the_worker_needs_none() -
 @given(plans())
 def test_a_plan_needs_what_its_variants_are_made_of_each_content_once(plan: Plan) -> None:
     table = plan.packed_acts.table
-    all_token_variants = () if table is None else table.all_token_variants
+    all_token_variants = variants_of(table)
     combinations = {
         v.combination
         for token_variants in all_token_variants

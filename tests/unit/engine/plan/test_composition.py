@@ -37,6 +37,7 @@ from ..strategies import (
     plans,
     selects,
 )
+from ..tables import variants_of
 
 A, B, C = DIGESTS
 ACTS = st.lists(acts(), max_size=4)
@@ -94,7 +95,7 @@ def test_a_program_measures_as_often_as_attribution_says_and_every_acting_act_on
     plan: Plan,
 ) -> None:
     table = steering_table(plan.acts)
-    for token_variants in () if table is None else table.all_token_variants:
+    for token_variants in variants_of(table):
         for variant in token_variants.variants:
             programs = dict(variant.combination)
             longest = 0

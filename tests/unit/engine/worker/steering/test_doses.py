@@ -14,7 +14,7 @@ from rheostat_engine.plan.composition import MAX_STEPS, Variant, attribution
 from rheostat_engine.worker.steering.doses import Doses, Measures, SlotRange
 
 from ...strategies import DIGESTS, SITES, ablate, add, plans
-from ...tables import CPU, VECTORS
+from ...tables import CPU, VECTORS, variants_of
 
 A = DIGESTS[0]
 NORMS = {digest: np.linalg.norm(rows, axis=1) for digest, rows in VECTORS.items()}
@@ -40,7 +40,7 @@ def measures(plan: Plan) -> Measures:
 def acted(plan: Plan) -> list[Variant]:
     """The variants that do anything, each set of acts once."""
     table = plan.packed_acts.table
-    all_token_variants = () if table is None else table.all_token_variants
+    all_token_variants = variants_of(table)
     found = {
         v.members: v
         for token_variants in all_token_variants
