@@ -88,18 +88,8 @@ from verdicts import (
 )
 
 from rheostat_bench.shapes import write_shape
-from rheostat_engine import (
-    OPEN_END,
-    ROUTERS,
-    Act,
-    Capture,
-    Kind,
-    Plan,
-    Point,
-    Site,
-    TokenCondition,
-    site_count,
-)
+from rheostat_engine import OPEN_END, ROUTERS, Act, Capture, Kind, Plan, Point, Site, TokenCondition
+from rheostat_engine.plan.points import site_count
 from rheostat_server.engine.vllm_engine import graph_sizes
 
 MODELS = {"small": "qwen3", "8b": "qwen3-8b", "moe": "qwen3_moe"}

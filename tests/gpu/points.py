@@ -10,7 +10,8 @@ from cases import EVERYWHERE, PROMPT, difference, rows_of, whole
 from offline import OfflineEngine
 from verdicts import ROUNDED, Lines, Verdict, at_most, each, equal
 
-from rheostat_engine import Capture, Plan, Point, Site, site_count
+from rheostat_engine import Capture, Plan, Point, Site
+from rheostat_engine.plan.points import site_count
 
 SUMS_OF = {
     "resid_mid is resid_pre and attn_out": (Point.RESID_MID, Point.RESID_PRE, Point.ATTN_OUT),

@@ -28,17 +28,8 @@ from gates import check_gates
 from offline import OfflineEngine, Outcome
 from verdicts import APART, REORDERED, Lines, Verdict, at_least, at_most, each, equal
 
-from rheostat_engine import (
-    OPEN_END,
-    Act,
-    Capture,
-    Kind,
-    Plan,
-    Point,
-    Site,
-    TokenCondition,
-    site_count,
-)
+from rheostat_engine import OPEN_END, Act, Capture, Kind, Plan, Point, Site, TokenCondition
+from rheostat_engine.plan.points import site_count
 
 SPLITS = {"tp": "tensor_parallel_size", "pp": "pipeline_parallel_size"}
 

@@ -35,8 +35,8 @@ from rheostat_engine import (
     Signals,
     Site,
     Spans,
-    site_count,
 )
+from rheostat_engine.plan.points import site_count
 
 from ...effort import at_length, some
 from ...unit.engine.gated import apart, openings

@@ -6,7 +6,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from rheostat_engine import Act, Band, Kind, Plan, site_count
+from rheostat_engine import Act, Band, Kind, Plan
+from rheostat_engine.plan.points import site_count
 
 from .groups import BOTH
 from .models import LAYERS, WIDTH

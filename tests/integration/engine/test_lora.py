@@ -7,7 +7,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from rheostat_engine import Act, Capture, Kind, Plan, Point, Site, site_count
+from rheostat_engine import Act, Capture, Kind, Plan, Point, Site
+from rheostat_engine.plan.points import site_count
 
 from ..adapters import merged, write_adapter
 from .models import LAYERS, build

@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from rheostat_engine import OPEN_END, Act, Band, Kind, Plan, site_count
+from rheostat_engine import OPEN_END, Act, Band, Kind, Plan
 from rheostat_engine.plan.needs import SHARED
+from rheostat_engine.plan.points import site_count
 
 from ...effort import at_length, some
 from .models import LAYERS

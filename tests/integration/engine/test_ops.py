@@ -26,8 +26,8 @@ from rheostat_engine import (
     Readout,
     Spans,
     TokenCondition,
-    site_count,
 )
+from rheostat_engine.plan.points import site_count
 
 from ...effort import FACTOR
 from .groups import BOTH

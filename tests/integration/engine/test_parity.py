@@ -10,19 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from rheostat_engine import (
-    OPEN_END,
-    ROUTERS,
-    Act,
-    Band,
-    Capture,
-    Kind,
-    Plan,
-    Point,
-    Site,
-    Spans,
-    site_count,
-)
+from rheostat_engine import OPEN_END, ROUTERS, Act, Band, Capture, Kind, Plan, Point, Site, Spans
+from rheostat_engine.plan.points import site_count
 from rheostat_wire.noise import normal_row
 
 from ...effort import at_length, some

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from rheostat_engine import Act, Kind, Plan, site_count
+from rheostat_engine import Act, Kind, Plan
+from rheostat_engine.plan.points import site_count
 
 from .groups import group_of
 from .models import LAYERS, VOCAB

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rheostat_engine import ROUTERS, Plan, Point, Site, Window, site_count
+from rheostat_engine import ROUTERS, Plan, Point, Site, Window
+from rheostat_engine.plan.points import site_count
 
 from .forked import Context
 from .models import EXPERTS, LAYERS, MIXTURES, build

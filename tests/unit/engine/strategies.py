@@ -22,9 +22,9 @@ from rheostat_engine import (
     RowEncoding,
     Spans,
     TokenCondition,
-    TokenSet,
     Window,
 )
+from rheostat_engine.plan.acts import TokenSet
 
 LIMIT = 20
 """Spans begin and end below this position, or never end."""

@@ -30,9 +30,9 @@ from rheostat_engine import (
     SignalRows,
     Spans,
     update_captures,
-    update_steering,
 )
 from rheostat_engine.plan.row_encodings import RAW_KEY
+from rheostat_engine.plan.updates import update_steering
 from rheostat_server.capture.encodings import Form
 from rheostat_server.config import ModelInfo
 from rheostat_server.engine.backend import (

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
-from rheostat_engine import site_count
 from rheostat_engine.adapters.probing import PROBE_TOKENS
 from rheostat_engine.adapters.routers import (
     SEVERAL_MIXTURES,
@@ -18,6 +17,7 @@ from rheostat_engine.adapters.routers import (
     Routers,
     find_routers,
 )
+from rheostat_engine.plan.points import site_count
 from rheostat_engine.sites.block_layout import Block
 from rheostat_engine.sites.op import bind
 from rheostat_engine.worker.state.buffers import Buffers

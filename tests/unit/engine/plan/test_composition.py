@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rheostat_engine import MAX_STEPS, MAX_TOKEN_SETS, Act, Band, Kind, Plan, TokenCondition
+from rheostat_engine import Act, Band, Kind, Plan, TokenCondition
 from rheostat_engine.plan import gates
 from rheostat_engine.plan.composition import (
+    MAX_STEPS,
+    MAX_TOKEN_SETS,
     Step,
     TokenVariants,
     Variant,

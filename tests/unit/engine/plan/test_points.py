@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rheostat_engine import Point, Site, site_count
+from rheostat_engine import Point, Site
+from rheostat_engine.plan.points import site_count
 
 
 def test_the_sites_of_a_model_are_numbered_in_the_order_in_which_a_block_comes_to_them() -> None:

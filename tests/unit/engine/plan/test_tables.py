@@ -10,8 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rheostat_engine import (
-    MAX_CAPTURE_COST,
-    MAX_INTERVALS,
     MAX_PLAN_COST,
     OPEN_END,
     Act,
@@ -22,19 +20,21 @@ from rheostat_engine import (
     RowEncoding,
     Spans,
     TokenCondition,
-    update_steering,
 )
 from rheostat_engine.plan.composition import Clause
 from rheostat_engine.plan.intervals import cut_intervals
 from rheostat_engine.plan.plan import captures_of, read_plan, steering_of
 from rheostat_engine.plan.row_encodings import Codec, Directions
 from rheostat_engine.plan.tables import (
+    MAX_CAPTURE_COST,
+    MAX_INTERVALS,
     CaptureTable,
     SteeringTable,
     capture_table,
     count,
     steering_table,
 )
+from rheostat_engine.plan.updates import update_steering
 from rheostat_engine.plan.wire import captures_from, captures_to, steering_from, steering_to
 
 from ..strategies import (

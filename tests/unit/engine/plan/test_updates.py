@@ -5,8 +5,9 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rheostat_engine import OPEN_END, Capture, Plan, update_steering
+from rheostat_engine import OPEN_END, Capture, Plan
 from rheostat_engine.plan.tables import steering_table
+from rheostat_engine.plan.updates import update_steering
 
 from ..naive import steps
 from ..strategies import (

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rheostat_engine import MAX_GAINS, MAX_GATES, Kind
+from rheostat_engine import MAX_GATES, Kind
+from rheostat_engine.plan.gains import MAX_GAINS
 from rheostat_engine.sites.reference import run_site
 from rheostat_engine.worker.steering.programs import ROW_UNIT
 

@@ -17,8 +17,8 @@ from rheostat_engine import (
     Plan,
     Released,
     TokenCondition,
-    update_steering,
 )
+from rheostat_engine.plan.updates import update_steering
 from rheostat_engine.worker.runtime import UpdateResult
 
 from ..cpu_worker import NOTHING, Worker

@@ -8,7 +8,8 @@ import grpc
 import numpy as np
 import pytest
 
-from rheostat_engine import Point, Rows, Site, site_count
+from rheostat_engine import Point, Rows, Site
+from rheostat_engine.plan.points import site_count
 from rheostat_server.derivation import derive as derivation
 from rheostat_server.derivation import prompt_runner
 from rheostat_server.derivation.contrast import Method, contrast

@@ -2,7 +2,8 @@
 
 import pytest
 
-from rheostat_engine import ROUTERS, Capture, Plan, Point, Rows, Site, site_count
+from rheostat_engine import ROUTERS, Capture, Plan, Point, Rows, Site
+from rheostat_engine.plan.points import site_count
 from rheostat_engine.plan.tables import steering_table
 from rheostat_engine.worker.state.site_slots import SiteSlots
 

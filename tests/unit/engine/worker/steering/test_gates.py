@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rheostat_engine import Act, Kind, Plan, Signals, update_steering
+from rheostat_engine import Act, Kind, Plan, Signals
 from rheostat_engine.channel.events import Installed
 from rheostat_engine.plan.gate_table import (
     RECORDED,
@@ -32,6 +32,7 @@ from rheostat_engine.plan.gates import (
     Reading,
 )
 from rheostat_engine.plan.tables import steering_table
+from rheostat_engine.plan.updates import update_steering
 from rheostat_engine.plan.wire import steering_from, steering_to
 from rheostat_engine.sites import reference
 from rheostat_engine.worker.runtime import UpdateResult

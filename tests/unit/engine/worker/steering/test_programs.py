@@ -8,8 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rheostat_engine import MAX_GAINS, MAX_GATES, Activation, Kind, Normalise, Readout
+from rheostat_engine import MAX_GATES, Activation, Kind, Normalise, Readout
 from rheostat_engine.plan.composition import Direction, Program, Step
+from rheostat_engine.plan.gains import MAX_GAINS
 from rheostat_engine.plan.gates import Reading
 from rheostat_engine.worker.steering.programs import ROW_UNIT, Programs
 from rheostat_engine.worker.steering.vectors import BankError, Basis

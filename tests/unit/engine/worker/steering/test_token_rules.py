@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rheostat_engine import TokenSet
+from rheostat_engine.plan.acts import TokenSet
 from rheostat_engine.worker.steering.token_rules import TokenRules
 from rheostat_engine.worker.steering.vectors import BankError
 
