@@ -33,11 +33,6 @@ class RequestPlan(NamedTuple):
     captures: CaptureTable | None
 
     @property
-    def first_read(self) -> int:
-        """See `SteeringTable.first_read`; `OPEN_END`: nothing is read."""
-        return self.keys.first_read
-
-    @property
     def first_captured(self) -> int:
         """See `CaptureTable.first`; `OPEN_END`: nothing is captured."""
         return OPEN_END if self.captures is None else self.captures.first

@@ -131,7 +131,7 @@ def _longest_hit(request: Request, plan: RequestPlan) -> int:
     begins anew.
     """
     captured = OPEN_END if request.num_output_tokens else plan.first_captured
-    return min(plan.first_read, captured)
+    return min(plan.keys.first_read, captured)
 
 
 def _store_count(request: Request, cached_tokens_recomputed: int) -> None:

@@ -17,13 +17,13 @@ import asyncio
 import contextlib
 import logging
 import math
-import os
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import cast
 
 import msgspec
@@ -428,9 +428,7 @@ class WorkerChannel:
         self._copy_threads.shutdown()
         self._areas = {}
         if self._address.startswith("ipc://"):
-            path = self._address.removeprefix("ipc://")
-            if os.path.exists(path):
-                os.unlink(path)
+            Path(self._address.removeprefix("ipc://")).unlink(missing_ok=True)
 
     def _receive(self, loop: asyncio.AbstractEventLoop, events: EventQueue) -> None:
         try:

@@ -13,7 +13,7 @@ event loop little.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 from rheostat_engine.plan.needs import Needs
@@ -54,9 +54,6 @@ class Capacity:
     """Intervals of positions, summed over distinct tables."""
 
 
-_RESOURCES = tuple(resource.name for resource in fields(Capacity))
-
-
 class Shortage(NamedTuple):
     """Why a plan doesn't fit."""
 
@@ -84,7 +81,7 @@ class CapacityLedger:
 
     def __init__(self, capacity: Capacity) -> None:
         """The worker reports `capacity` in `ModelSites`."""
-        self._limits: dict[str, int] = {name: getattr(capacity, name) for name in _RESOURCES}
+        self._limits: dict[str, int] = asdict(capacity)
         self._shared = SharedContent()
         self._unshared = dict.fromkeys(self._limits, 0)
         self._admitted: dict[str, _Reserved] = {}
@@ -150,8 +147,7 @@ class CapacityLedger:
         short = [
             resource
             for resource, amount in added.items()
-            if (amount or (need.sites and resource == "capture_rows"))
-            and self.used(resource) + amount > self._limits[resource]
+            if self.used(resource) + amount > self._limits[resource]
             and not (
                 resource == "capture_rows" and self._any_step_fits(need.sites, max_step_tokens)
             )

@@ -11,8 +11,6 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 MAX_GAINS = 256
 """The most interventions of a request, each of which may have a gain."""
@@ -22,9 +20,6 @@ LARGEST_GAIN = 16.0
 MAX_GAIN_CHANGES = 65_536
 """The most changes of a sample: a gain that changes k interventions makes k. A change takes ten
 bytes in each worker."""
-
-Int64 = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float32]
 
 
 class GainsUpdate(NamedTuple):

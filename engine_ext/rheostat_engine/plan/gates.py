@@ -42,7 +42,7 @@ NEVER = -1
 """For `GateCondition.decided_at`: the condition is decided at each token that is read."""
 
 # Ranges are checked where a worker parses a plan.
-_Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
@@ -93,7 +93,7 @@ class Reading(NamedTuple):
     activation: Activation
     bias: float
     theta: float
-    column: _Natural
+    column: Natural
     """The column of its first site. The following sites have the following columns."""
     mean_at: Annotated[int, msgspec.Meta(ge=NEVER, lt=2**31)] = NEVER
     """`NEVER`: each selected row is read. Otherwise the mean of the selected rows is read, once, at
@@ -132,7 +132,7 @@ class GateCondition(NamedTuple):
     between the bounds, else 0, and `combine` makes one number of these.
     """
 
-    columns: tuple[_Natural, ...]
+    columns: tuple[Natural, ...]
     pool: Pool
     combine: Combine
     above: float
@@ -204,7 +204,7 @@ class Gate(NamedTuple):
     late: _Count = 0
     """If it is late: the first position at which it may be open, not before the first generated
     token. 0: it is not late. Not with `Hold.TOKEN`."""
-    end: _Natural = 0
+    end: Natural = 0
     """If it is recorded: one past the last position of its samples."""
     factor: Annotated[float, msgspec.Meta(ge=0, le=LARGEST_GAIN)] = 0.0
     """With `invert`: the openness where it was 1. A client's inverted gate has 0. The gain of a

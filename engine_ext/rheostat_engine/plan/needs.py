@@ -6,7 +6,7 @@ this process, so that no client can construct colliding contents.
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Final, NamedTuple
 
@@ -65,7 +65,7 @@ class Needs(NamedTuple):
 _NOTHING = Needs(np.zeros(0, np.uint64), np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
-def needs_of(contents: Iterator[tuple[str, object, int]]) -> Needs:
+def needs_of(contents: Iterable[tuple[str, object, int]]) -> Needs:
     """Collects (resource, content, weight), in any order; content may be repeated."""
     weights = {
         _key(_PREFIXES[resource], content): (_NUMBERS[resource], weight)

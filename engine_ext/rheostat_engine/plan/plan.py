@@ -19,7 +19,7 @@ from rheostat_engine.immutable import immutable
 from rheostat_engine.plan.acts import OPEN_END, Act, Capture
 from rheostat_engine.plan.controllers import MAX_CONTROLLED
 from rheostat_engine.plan.gate_table import states_of
-from rheostat_engine.plan.gates import NO_SIGNALS, Gate, Signals
+from rheostat_engine.plan.gates import NO_SIGNALS, Gate, Natural, Signals
 from rheostat_engine.plan.needs import Needs, contents_of, needs_of
 from rheostat_engine.plan.tables import (
     CaptureNeed,
@@ -58,9 +58,6 @@ class SignalsWait(IntEnum):
     """Many steps. Only summaries use them, and these are sent when the request ends."""
 
 
-_Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-
-
 class Window(NamedTuple):
     """The positions to which some of a plan's acts are limited.
 
@@ -68,11 +65,11 @@ class Window(NamedTuple):
     these requests, and each request's window selects its own acts.
     """
 
-    start: _Number
+    start: Natural
     """First position."""
-    end: _Number
+    end: Natural
     """The position after the last."""
-    first_act: _Number
+    first_act: Natural
     """Index of the first limited act. The acts before it apply everywhere."""
 
 
@@ -118,9 +115,9 @@ class PackedActs:
             ValueError: the acts can't be combined.
         """
         if self.table is None or self.encoded is None:
-            return needs_of(iter(()))
+            return needs_of(())
         intervals = ("intervals", self.encoded.digest, len(self.table.intervals.starts))
-        return needs_of(iter([intervals, *contents_of(self.table)]))
+        return needs_of([intervals, *contents_of(self.table)])
 
     @cached_property
     def gates(self) -> tuple[Gate, ...]:
@@ -209,10 +206,8 @@ class PackedCaptures:
     def needs(self) -> Needs:
         """The resources shared with other requests by content."""
         if self.table is None or self.encoded is None:
-            return needs_of(iter(()))
-        return needs_of(
-            iter([("intervals", self.encoded.digest, len(self.table.intervals.starts))])
-        )
+            return needs_of(())
+        return needs_of([("intervals", self.encoded.digest, len(self.table.intervals.starts))])
 
     def need(self, *, prompt_len: int, max_step_tokens: int) -> CaptureNeed:
         """The ring rows that one sample needs; see `CaptureTable.need`."""
@@ -444,9 +439,9 @@ class ReceivedControl(NamedTuple):
 
     name: str
     acts: EncodedTable
-    columns: tuple[_Number, _Number]
+    columns: tuple[Natural, Natural]
     gains: Annotated[int, msgspec.Meta(ge=1, le=MAX_CONTROLLED)]
-    first: _Number
+    first: Natural
 
 
 class _RequestId(msgspec.Struct):
@@ -454,8 +449,8 @@ class _RequestId(msgspec.Struct):
 
 
 class _Wire(_RequestId, omit_defaults=True):
-    epoch: _Number = 0
-    private_from: _Number | None = None
+    epoch: Natural = 0
+    private_from: Natural | None = None
     measured: bool = True
     acts: EncodedTable | None = None
     captures: EncodedTable | None = None

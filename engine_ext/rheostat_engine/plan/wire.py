@@ -27,6 +27,7 @@ from rheostat_engine.plan.gates import (
     Form,
     Gate,
     Hold,
+    Natural,
     Reading,
     Readout,
     Signals,
@@ -35,7 +36,6 @@ from rheostat_engine.plan.intervals import Intervals
 from rheostat_engine.plan.row_encodings import ITEM_BYTES, Codec, Directions, RowEncoding
 from rheostat_engine.plan.tables import CaptureTable, SteeringTable
 
-_Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 _GATES_KEPT: Final = 64
 """Plans whose parsed gates are kept for later plans with equal gates."""
@@ -45,7 +45,7 @@ _Read = TypeVar("_Read")
 class _Intervals(msgspec.Struct):
     starts: bytes
     sets: bytes
-    members: tuple[tuple[_Number, ...], ...]
+    members: tuple[tuple[Natural, ...], ...]
 
 
 class _Act(msgspec.Struct):
@@ -57,31 +57,31 @@ class _Act(msgspec.Struct):
     bands: tuple[Band, ...] = ()
     orthogonal: bool = False
     reading: Reading | None = None
-    gate: _Number | None = None
+    gate: Natural | None = None
     gain: Annotated[int, msgspec.Meta(ge=0, lt=MAX_GAINS)] | None = None
 
 
 class _Steering(msgspec.Struct):
     acts: tuple[_Act, ...]
-    clauses: tuple[tuple[_Number, _Number | None, bool], ...]
+    clauses: tuple[tuple[Natural, Natural | None, bool], ...]
     intervals: _Intervals
     sets: tuple[bytes, ...] = ()
     gates: tuple[Gate, ...] = ()
-    signals: tuple[_Number, tuple[_Number, ...], bool, _Number] = (0, (), False, 0)
+    signals: tuple[Natural, tuple[Natural, ...], bool, Natural] = (0, (), False, 0)
 
 
 class _Encoding(msgspec.Struct):
     codec: Codec
     dtype: str = ""
-    kept: _Number = 0
+    kept: Natural = 0
     seed: Annotated[int, msgspec.Meta(ge=0)] = 0
-    vectors: tuple[_Number, ...] = ()
-    rows: tuple[_Number, ...] = ()
+    vectors: tuple[Natural, ...] = ()
+    rows: tuple[Natural, ...] = ()
     readouts: tuple[Readout, ...] = ()
 
 
 class _Captures(msgspec.Struct):
-    captures: tuple[tuple[tuple[_Number, ...], _Number | None], ...]
+    captures: tuple[tuple[tuple[Natural, ...], Natural | None], ...]
     intervals: _Intervals
     encodings: tuple[_Encoding, ...] = ()
     digests: tuple[_Digest, ...] = ()

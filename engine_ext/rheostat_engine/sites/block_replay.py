@@ -200,10 +200,7 @@ def stream_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def bitwise_equal(lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]) -> bool:
     """Whether all tensors are equal in every bit."""
-    return len(lefts) == len(rights) and all(
-        left.shape == right.shape and bool(torch.equal(left, right))
-        for left, right in zip(lefts, rights, strict=True)
-    )
+    return len(lefts) == len(rights) and all(map(torch.equal, lefts, rights))
 
 
 def noise_like(tensor: torch.Tensor, seed: int) -> torch.Tensor:
