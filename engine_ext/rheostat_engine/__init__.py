@@ -4,6 +4,8 @@ Importing this package imports neither torch nor vLLM. Modules that do are loade
 that run vLLM: the workers, the engine's core, and the server's process with its `AsyncLLM`.
 """
 
+from typing import TYPE_CHECKING
+
 from rheostat_engine.async_llm import adapt_async_llm as adapt_async_llm
 from rheostat_engine.async_llm import prepare_async_llm as prepare_async_llm
 from rheostat_engine.async_llm import receive_outputs as receive_outputs
@@ -85,3 +87,6 @@ from rheostat_engine.plan.tables import CaptureNeed as CaptureNeed
 from rheostat_engine.plan.updates import update_captures as update_captures
 from rheostat_engine.settings import EngineSettings as EngineSettings
 from rheostat_engine.settings import engine_kwargs as engine_kwargs
+
+if TYPE_CHECKING:
+    from rheostat_engine.adapters.templates import RequestTemplate as RequestTemplate

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.exceptions import EngineDeadError
 
-    from rheostat_engine.adapters.templates import RequestTemplate
+    from rheostat_engine import RequestTemplate
 
 _MOST_TEMPLATES = 256
 """The most `RequestTemplate`s that are kept. The oldest is dropped first."""
