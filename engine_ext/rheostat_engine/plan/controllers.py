@@ -10,14 +10,13 @@ The rules a controller must follow
     not keep the arrays that it gets.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 CONTROLLERS_GROUP = "rheostat.controllers"
-"""The entry point group; each entry point names a `ControllerFactory`."""
+"""The entry point group; each entry point names a function that returns a `Controller`."""
 
 MAX_CONTROLLED = 16
 """The most gains of a sample that a controller sets."""
@@ -51,6 +50,3 @@ class Controller(Protocol):
             [n, g], as `step.gains`: 0 to 16. Numbers beyond the interventions of a request are
             ignored.
         """
-
-
-ControllerFactory = Callable[[], Controller]
