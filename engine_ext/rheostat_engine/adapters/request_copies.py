@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from copy import copy
 from typing import NamedTuple
 
+from msgspec.structs import replace
 from vllm.v1.engine import EngineCoreRequest, EngineCoreRequestType
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.request import Request
@@ -96,7 +97,7 @@ def _make_copies(
     assert plan.window is not None
     for fields in copies:
         window = Window(fields.start, fields.end, plan.window.first_act)
-        copied_plan = plan._replace(request_id=fields.external_id, window=window)
+        copied_plan = replace(plan, request_id=fields.external_id, window=window)
         copied = with_extra(request, EXTRA_ARG, copied_plan)
         copied.request_id, copied.external_req_id = fields.request_id, fields.external_id
         yield copied

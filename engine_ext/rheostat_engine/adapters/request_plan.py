@@ -68,7 +68,7 @@ def _read(request: Request) -> RequestPlan | None:
         params.extra_args = {**(params.extra_args or {}), EXTRA_ARG: plan}
         return RequestPlan(BlockKeys(plan, _blocks(plan.acts)), captures)
     except ValueError:
-        private = ReceivedPlan(request.request_id, 0, 0, None, None)
+        private = ReceivedPlan(request.request_id, private_from=0)
         return RequestPlan(BlockKeys(private, None), None)
 
 

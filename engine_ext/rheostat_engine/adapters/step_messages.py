@@ -11,7 +11,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from rheostat_engine.plan.plan import EXTRA_ARG, EncodedTable, ReceivedPlan, read_plan
+from rheostat_engine.plan.plan import EXTRA_ARG, EncodedTable, read_plan
 
 
 def share_tables(scheduler: Scheduler) -> None:
@@ -21,16 +21,19 @@ def share_tables(scheduler: Scheduler) -> None:
     def schedule(throttle_prefills: bool = False) -> SchedulerOutput:
         output = stock(throttle_prefills)
         tables: dict[bytes, EncodedTable] = {}
+        gates: dict[bytes, bytes] = {}
         for new in output.scheduled_new_reqs:
             if new.sampling_params is not None:
-                _share(new.sampling_params, tables)
+                _share(new.sampling_params, tables, gates)
         return output
 
     scheduler.schedule = schedule
 
 
-def _share(params: SamplingParams, tables: dict[bytes, EncodedTable]) -> None:
-    """Replaces a request's plan by the parsed plan with tables from `tables`."""
+def _share(
+    params: SamplingParams, tables: dict[bytes, EncodedTable], gates: dict[bytes, bytes]
+) -> None:
+    """Replaces a request's plan by the parsed plan with equal tables and gates of others."""
     extra = params.extra_args
     if not extra or EXTRA_ARG not in extra:
         return
@@ -38,24 +41,14 @@ def _share(params: SamplingParams, tables: dict[bytes, EncodedTable]) -> None:
         plan = read_plan(extra[EXTRA_ARG])
     except ValueError:
         return
-    shared = ReceivedPlan(  # `_replace` takes twice as long, and a step may have hundreds
-        plan.request_id,
-        plan.epoch,
-        plan.private_from,
-        _same(plan.acts, tables),
-        _same(plan.captures, tables),
-        plan.measured,
-        plan.window,
-        _same(plan.outside, tables),
-        plan.gained,
-        plan.control,
-        plan.signals_wait,
-        plan.gates,
-    )
+    plan.acts = _same(plan.acts, tables)
+    plan.captures = _same(plan.captures, tables)
+    plan.outside = _same(plan.outside, tables)
+    plan.encoded_gates = gates.setdefault(plan.encoded_gates, plan.encoded_gates)
     if plan.control is not None:
         gained = tables.setdefault(plan.control.acts.digest, plan.control.acts)
-        shared = shared._replace(control=plan.control._replace(acts=gained))
-    params.extra_args = {**extra, EXTRA_ARG: shared}
+        plan.control = plan.control._replace(acts=gained)
+    params.extra_args = {**extra, EXTRA_ARG: plan}
 
 
 def _same(table: EncodedTable | None, tables: dict[bytes, EncodedTable]) -> EncodedTable | None:

@@ -419,10 +419,11 @@ class Plan:
 
     def to_wire(self) -> bytes:
         """Serializes the plan. vLLM passes bytes on without reading or copying them."""
-        wire = _Wire(self.request_id, self.epoch, self.private_from, self.measured)
+        wire = ReceivedPlan(self.request_id, self.epoch, self.private_from)
         wire.acts, wire.captures = self.packed_acts.encoded, self.packed_captures.encoded
-        wire.gates = self.packed_acts.encoded_gates
-        wire.gained, wire.signals_wait = self.gained, self.signals_wait
+        wire.encoded_gates = self.packed_acts.encoded_gates
+        wire.measured, wire.gained = self.measured, self.gained
+        wire.signals_wait = self.signals_wait
         control = self.control
         if control is not None and control.acts.encoded is not None:
             wire.control = ReceivedControl(
@@ -445,31 +446,16 @@ class ReceivedControl(NamedTuple):
 
 
 class _RequestId(msgspec.Struct):
-    id: str
+    request_id: str = msgspec.field(name="id")
 
 
-class _Wire(_RequestId, omit_defaults=True):
+class ReceivedPlan(_RequestId, omit_defaults=True):
+    """A plan in a worker, and on its way there. Its tables and gates are still serialized."""
+
     epoch: Natural = 0
     private_from: Natural | None = None
-    measured: bool = True
     acts: EncodedTable | None = None
     captures: EncodedTable | None = None
-    window: Window | None = None
-    outside: EncodedTable | None = None
-    gained: bool = False
-    control: ReceivedControl | None = None
-    signals_wait: SignalsWait = SignalsWait.NEVER
-    gates: bytes = b""
-
-
-class ReceivedPlan(NamedTuple):
-    """A plan in a worker. Its tables are still serialized."""
-
-    request_id: str
-    epoch: int
-    private_from: int | None
-    acts: EncodedTable | None
-    captures: EncodedTable | None
     measured: bool = True
     window: Window | None = None
     outside: EncodedTable | None = None
@@ -477,16 +463,26 @@ class ReceivedPlan(NamedTuple):
     gained: bool = False
     control: ReceivedControl | None = None
     signals_wait: SignalsWait = SignalsWait.NEVER
-    gates: tuple[Gate, ...] = ()
-    """The gates, with all their numbers, in the order of those of `acts`."""
+    encoded_gates: bytes = msgspec.field(name="gates", default=b"")
+
+    @property
+    def gates(self) -> tuple[Gate, ...]:
+        """The gates, with all their numbers, in the order of those of `acts`.
+
+        Raises:
+            ValueError: the bytes are no gates.
+        """
+        return gates_from(self.encoded_gates) if self.encoded_gates else ()
 
 
 def read_request_id(wire: object) -> str | None:
     """Reads the request's id from the bytes of a plan; None if they can't be parsed."""
     if isinstance(wire, ReceivedPlan):
         return wire.request_id
+    if not isinstance(wire, bytes):
+        return None
     try:
-        return msgspec.msgpack.decode(wire, type=_RequestId).id if isinstance(wire, bytes) else None
+        return msgspec.msgpack.decode(wire, type=_RequestId).request_id
     except msgspec.MsgspecError:
         return None
 
@@ -502,27 +498,14 @@ def read_plan(wire: object) -> ReceivedPlan:
     if not isinstance(wire, bytes):
         raise ValueError("this is no plan: it is not made of bytes")
     try:
-        plain = msgspec.msgpack.decode(wire, type=_Wire)
+        plan = msgspec.msgpack.decode(wire, type=ReceivedPlan)
     except msgspec.MsgspecError as error:
         raise ValueError(f"this is no plan: {error}") from error
-    window = plain.window
-    if window is not None and (plain.measured or not window.start < window.end):
+    window = plan.window
+    if window is not None and (plan.measured or not window.start < window.end):
         raise ValueError("this is no plan: its window is empty, or its acts are measured")
-    gates = gates_from(plain.gates) if plain.gates else ()
-    return ReceivedPlan(
-        plain.id,
-        plain.epoch,
-        plain.private_from,
-        plain.acts,
-        plain.captures,
-        plain.measured,
-        window,
-        plain.outside,
-        plain.gained,
-        plain.control,
-        plain.signals_wait,
-        gates,
-    )
+    _ = plan.gates  # so that an error is raised here
+    return plan
 
 
 _STEERING: WeakValueDictionary[bytes, SteeringTable] = WeakValueDictionary()

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.msgpack import encode
+from msgspec.structs import astuple
 from vllm import SamplingParams
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -101,13 +103,14 @@ def test_every_part_of_a_plan_arrives() -> None:
     control = ReceivedControl("c", table, (0, 1), 1, 3)
     condition = GateCondition((0,), Pool.LAST, Combine.ANY, 0.0, math.inf)
     gate = Gate((condition,), Combine.ALL, Form.STEP, 0.5, 0.0, Hold.TOKEN)
+    gates = encode([gate])
     wait, window = SignalsWait.MANY_STEPS, Window(1, 2, 0)
     # No part is as it is by default.
     plan = ReceivedPlan(
-        "r", 1, 2, table, table, False, window, table, True, control, wait, (gate,)
+        "r", 1, 2, table, table, False, window, table, True, control, wait, gates
     )  # fmt: skip
-    defaults = ReceivedPlan("", 0, None, None, None)
-    assert all(one != other for one, other in zip(plan, defaults, strict=True))
+    fields = zip(astuple(plan), astuple(ReceivedPlan("")), strict=True)
+    assert all(one != other for one, other in fields)
     (step,) = scheduled([new(plan)])
     assert plan_of(step[0]) == plan
 
