@@ -83,6 +83,9 @@ _COPY_THREADS = 4
 _BYTES_PER_THREAD = 1 << 20
 """Bytes per thread from which on threads pay off."""
 
+Payload = bytes | memoryview | npt.NDArray[np.uint8]
+"""The rows or signals of a frame. Events of rows keep an array; other memory is copied."""
+
 
 class EventMerger:
     """Merges the reports of several workers about a request."""
@@ -107,19 +110,8 @@ class EventMerger:
         self._lost: dict[tuple[int, int], Counter[int]] = {}
         """By (rank, the worker's number of the request): rows lost after sending, by site."""
 
-    def feed(
-        self,
-        head: Head,
-        rows: bytes | memoryview | npt.NDArray[np.uint8] = b"",
-        *,
-        copied: bool = False,
-    ) -> list[Event]:
+    def feed(self, head: Head, rows: Payload = b"") -> list[Event]:
         """Merges a frame and returns the events that it completes.
-
-        Args:
-            head: the frame's head.
-            rows: the frame's rows.
-            copied: whether events may keep `rows`; otherwise they are copied.
 
         Raises:
             LookupError, OverflowError, ValueError: the frame is malformed.
@@ -127,7 +119,7 @@ class EventMerger:
         if isinstance(head, RowsHead):
             if head.lost:
                 return self._count_lost(head)
-            return self._hold_early(self._split(head, rows, copied=copied))
+            return self._hold_early(self._split(head, rows))
         if isinstance(head, SignalsHead):
             return [self._signals(head, rows)]
         if isinstance(head, InstalledHead):
@@ -152,13 +144,7 @@ class EventMerger:
             self._lost.setdefault((rank, number), Counter()).update(sites)
         return self._hold_early(rows)
 
-    def _split(
-        self,
-        head: RowsHead,
-        rows: bytes | memoryview | npt.NDArray[np.uint8],
-        *,
-        copied: bool,
-    ) -> list[Rows]:
+    def _split(self, head: RowsHead, rows: Payload) -> list[Rows]:
         """The events of a frame of rows, except rows that are batched."""
         names = self._names[head.rank]
         blocks = RowBlocks(head)
@@ -166,7 +152,7 @@ class EventMerger:
             raise ValueError(f"a frame of {len(rows)} bytes labels {blocks.bytes}")
         if not names.keys() >= set(blocks.number.tolist()):
             raise LookupError(f"rows of requests that worker {head.rank} does not have")
-        if not copied or not isinstance(rows, np.ndarray):
+        if not isinstance(rows, np.ndarray):
             earlier = self._batcher.take(head.rank, blocks.number.tolist(), names)
             return earlier + split_rows(blocks, rows, names, self._copies)
         earlier, others = self._batcher.add(head.rank, blocks, rows, names)
@@ -188,9 +174,7 @@ class EventMerger:
             return [Dropped(nothing)]
         return []
 
-    def _signals(
-        self, head: SignalsHead, values: bytes | memoryview | npt.NDArray[np.uint8] = b""
-    ) -> SignalRows:
+    def _signals(self, head: SignalsHead, values: Payload = b"") -> SignalRows:
         """The event of a frame of signals.
 
         They need not wait for `Installed`: gates are read with a single reporting worker alone.
@@ -496,7 +480,7 @@ class WorkerChannel:
                 copied = self._frames.copy(rows)
                 if copied is None:
                     return self._merger.feed(head, rows)
-            return self._merger.feed(head, copied, copied=True)
+            return self._merger.feed(head, copied)
         except (StagingError, MemoryError):
             _LOG.exception("captured rows or signals could not be read and are lost")
             return self._merger.feed(head.without_rows)

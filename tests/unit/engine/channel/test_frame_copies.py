@@ -61,8 +61,8 @@ def test_the_rows_of_a_copied_frame_are_views_of_it() -> None:
     )  # fmt: skip
     copied = FrameCopies().copy(memoryview(np.arange(8, dtype="<u2").tobytes()))
     assert copied is not None
-    rows = [one for one in merger.feed(head, copied, copied=True) if isinstance(one, Rows)]
+    rows = [one for one in merger.feed(head, copied) if isinstance(one, Rows)]
     assert [one.data.tolist() for one in rows] == [[[[0, 1, 2, 3]]], [[[4, 5, 6, 7]]]]
     assert all(np.shares_memory(one.data, copied) for one in rows)
-    alone = [one for one in merger.feed(head, copied) if isinstance(one, Rows)]
+    alone = [one for one in merger.feed(head, memoryview(copied)) if isinstance(one, Rows)]
     assert not any(np.shares_memory(one.data, copied) for one in alone)

@@ -48,7 +48,7 @@ class Workers:
         columns = [int64(*column) for column in zip(*blocks, strict=True)]
         head = RowsHead(0, "float32", WIDTH, SITE_SETS, *columns)
         data = np.array(payload, "<f4").view(np.uint8)
-        return self.take(self.merger.feed(head, data, copied=copied))
+        return self.take(self.merger.feed(head, data if copied else memoryview(data)))
 
     def take(self, events: Iterable[Event]) -> list[Event]:
         """Notes the rows of events."""
@@ -163,7 +163,7 @@ def test_large_blocks_leave_at_once() -> None:
         *(int64(*column) for column in zip(*decode(0), strict=True)),
     )
     data = np.zeros(4 * width * MANY, np.uint8)
-    assert len(Workers().merger.feed(head, data, copied=True)) == MANY
+    assert len(Workers().merger.feed(head, data)) == MANY
 
 
 def test_rows_of_a_slow_reader_keep_no_other_rows_once_memory_is_short(
