@@ -84,7 +84,6 @@ from rheostat_engine.plan.tables import REQUEST_COST as REQUEST_COST
 from rheostat_engine.plan.tables import SMALL_PLAN_COST as SMALL_PLAN_COST
 from rheostat_engine.plan.tables import STEP_COST as STEP_COST
 from rheostat_engine.plan.tables import CaptureNeed as CaptureNeed
-from rheostat_engine.plan.updates import update_captures as update_captures
 from rheostat_engine.settings import EngineSettings as EngineSettings
 from rheostat_engine.settings import engine_kwargs as engine_kwargs
 

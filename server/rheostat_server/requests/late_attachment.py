@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 
@@ -20,7 +21,6 @@ from rheostat_engine import (
     ModelSites,
     Plan,
     PlanTooLarge,
-    update_captures,
 )
 from rheostat_server.admission.estimates import estimate_observers
 from rheostat_server.capture.engine_captures import engine_captures
@@ -31,6 +31,7 @@ from rheostat_server.engine.backend import Backend, CapturesUpdate
 from rheostat_server.errors import BankFull, CaptureOverflow, EngineLost
 from rheostat_server.requests.active_request import ActiveRequest
 from rheostat_server.requests.sequence import EngineSequence, SequenceKind
+from rheostat_server.selectors.spans import clipped
 from rheostat_server.subscriptions.observer_captures import (
     Attachment,
     ObserverCapture,
@@ -446,7 +447,11 @@ def _computed_by(sequence: EngineSequence, prompt_len: int) -> int:
 
 def _captures_from(captures: Sequence[ResolvedCapture], first: int) -> tuple[Capture, ...]:
     """The engine's captures from a position on."""
-    return update_captures(Plan(""), engine_captures(captures), first).captures
+    cut = [
+        replace(capture, spans=clipped(capture.spans, first, OPEN_END))
+        for capture in engine_captures(captures)
+    ]
+    return tuple(capture for capture in cut if capture.spans)
 
 
 def _need_beside(

@@ -29,10 +29,8 @@ from rheostat_engine import (
     Rows,
     SignalRows,
     Spans,
-    update_captures,
 )
 from rheostat_engine.plan.row_encodings import RAW_KEY
-from rheostat_engine.plan.updates import update_steering
 from rheostat_server.capture.encodings import Form
 from rheostat_server.config import ModelInfo
 from rheostat_server.engine.backend import (
@@ -56,6 +54,7 @@ from rheostat_wire.v1 import (
     tensor_pb2,
 )
 
+from ..engine.updates import update_captures, update_steering
 from .characters import CharTokenizer
 
 WIDTH = 4

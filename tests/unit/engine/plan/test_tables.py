@@ -34,7 +34,6 @@ from rheostat_engine.plan.tables import (
     count,
     steering_table,
 )
-from rheostat_engine.plan.updates import update_steering
 from rheostat_engine.plan.wire import captures_from, captures_to, steering_from, steering_to
 
 from ..strategies import (
@@ -50,6 +49,7 @@ from ..strategies import (
     plans,
     spans,
 )
+from ..updates import update_steering
 
 A, B, C = DIGESTS
 

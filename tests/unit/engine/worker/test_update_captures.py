@@ -16,7 +16,6 @@ from rheostat_engine import (
     Plan,
     Released,
     Rows,
-    update_captures,
 )
 from rheostat_engine.channel.events import AttachedHead
 from rheostat_engine.channel.worker_channel import EventMerger
@@ -26,6 +25,7 @@ from rheostat_engine.worker.capture.captures import CapturesUpdate
 
 from ..cpu_worker import NOTHING, Worker, server_request_id, stream_at
 from ..strategies import EVERYWHERE, LIMIT, POSITIONS, SITES, add, captured, plans
+from ..updates import update_captures
 from ..wires import WIRES
 
 

@@ -18,13 +18,13 @@ from rheostat_engine import (
     Released,
     TokenCondition,
 )
-from rheostat_engine.plan.updates import update_steering
 from rheostat_engine.worker.runtime import UpdateResult
 
 from ..cpu_worker import NOTHING, Worker
 from ..schedules import check_doses, check_stream, expected_doses
 from ..strategies import DIGESTS, EVERYWHERE, ablate, add, plans
 from ..tables import capacity
+from ..updates import update_steering
 from ..wires import packed
 
 

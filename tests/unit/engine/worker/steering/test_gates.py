@@ -32,7 +32,6 @@ from rheostat_engine.plan.gates import (
     Reading,
 )
 from rheostat_engine.plan.tables import steering_table
-from rheostat_engine.plan.updates import update_steering
 from rheostat_engine.plan.wire import steering_from, steering_to
 from rheostat_engine.sites import reference
 from rheostat_engine.worker.runtime import UpdateResult
@@ -46,6 +45,7 @@ from ...gated import gated, gated_plans, gates, openness
 from ...schedules import check_stream
 from ...strategies import DIGESTS, EVERYWHERE, LIMIT, SITES, acts, add, plans
 from ...tables import capacity
+from ...updates import update_steering
 
 
 def undecided(plan: Plan, done: int) -> int:

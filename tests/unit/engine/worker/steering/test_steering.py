@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from rheostat_engine import MAX_PLAN_COST, Act, Band, Capacity, Kind, Plan, Spans, TokenCondition
 from rheostat_engine.plan.composition import TokenVariants, Variant
 from rheostat_engine.plan.plan import EncodedTable, Window
-from rheostat_engine.plan.updates import update_steering
 from rheostat_engine.worker.steering import built_tables as built_tables
 from rheostat_engine.worker.steering.steering import RequestSteering
 from rheostat_engine.worker.steering.vectors import BankError
@@ -31,6 +30,7 @@ from ...strategies import (
     plans,
 )
 from ...tables import WIDTH, capacity, norms, used
+from ...updates import update_steering
 
 A, B, C = DIGESTS
 RULED = TokenCondition(((5, 9),), (1, 3), True)

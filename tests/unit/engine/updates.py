@@ -1,4 +1,4 @@
-"""Updates of a running request's plan from a position on.
+"""Updates of a running request's plan from a position on, as one plan for all positions.
 
 Invariant: after a preemption, positions before the update are computed as before. The old acts and
 captures keep those positions; the new ones get the later positions.
@@ -6,8 +6,7 @@ captures keep those positions; the new ones get the later positions.
 
 from dataclasses import replace
 
-from rheostat_engine.plan.acts import OPEN_END, Act, Capture, Spans
-from rheostat_engine.plan.plan import Plan
+from rheostat_engine import OPEN_END, Act, Capture, Plan, Spans
 
 
 def update_steering(plan: Plan, acts: tuple[Act, ...], first: int) -> Plan:

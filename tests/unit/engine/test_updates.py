@@ -7,10 +7,9 @@ from hypothesis import strategies as st
 
 from rheostat_engine import OPEN_END, Capture, Plan
 from rheostat_engine.plan.tables import steering_table
-from rheostat_engine.plan.updates import update_steering
 
-from ..naive import steps
-from ..strategies import (
+from .naive import steps
+from .strategies import (
     EVERYWHERE,
     LIMIT,
     POSITIONS,
@@ -20,6 +19,7 @@ from ..strategies import (
     plans,
     selects,
 )
+from .updates import update_steering
 
 
 @given(plans(), plans(), st.integers(0, LIMIT + 2))
