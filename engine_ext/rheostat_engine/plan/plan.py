@@ -16,7 +16,7 @@ import msgspec
 
 from rheostat_engine.cached_property import cached_property
 from rheostat_engine.immutable import immutable
-from rheostat_engine.plan.acts import OPEN_END, Act, Capture
+from rheostat_engine.plan.acts import Act, Capture
 from rheostat_engine.plan.controllers import MAX_CONTROLLED
 from rheostat_engine.plan.gate_table import states_of
 from rheostat_engine.plan.gates import NO_SIGNALS, Gate, Natural, Signals
@@ -291,12 +291,6 @@ class Plan:
     def touches_kv(self) -> bool:
         """Whether the request's KV differs from the KV of the same tokens without acts."""
         return self.private_from is not None or any(act.acts for act in self.acts)
-
-    @property
-    def first_captured(self) -> int:
-        """The lowest captured position; `OPEN_END` if nothing is captured."""
-        starts = (c.spans[0][0] for c in self.captures if c.sites and c.spans)
-        return min(starts, default=OPEN_END)
 
     @property
     def packed_acts(self) -> PackedActs:
