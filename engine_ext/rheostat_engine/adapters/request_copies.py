@@ -44,7 +44,7 @@ class RequestCopy(NamedTuple):
 
 def with_copies(request: EngineCoreRequest, copies: Sequence[RequestCopy]) -> EngineCoreRequest:
     """Returns a request whose message also carries copies of it. Its plan must have a window."""
-    return with_extra(request, _COPIES, [list(fields) for fields in copies])
+    return with_extra(request, _COPIES, copies)
 
 
 def with_extra(request: EngineCoreRequest, key: str, value: object) -> EngineCoreRequest:

@@ -7,7 +7,8 @@ Invariant: if the op can't be installed, or a mixture does not receive one logit
 token, the layer has no `router_logits`, and the reason is reported.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,34 +31,33 @@ WRONG_SHAPE = "the layer's experts do not receive one logit for each expert and 
 TOO_WIDE = "the layer has more experts than the stream has elements"
 
 
+@dataclass(frozen=True)
 class Routers:
     """The routers of this rank's blocks."""
 
-    def __init__(
-        self,
-        runners: Mapping[int, MoERunner],
-        refused: Mapping[int, str],
-        rows: Collection[tuple[int, torch.dtype]] = (),
-    ) -> None:
-        self._runners = runners
-        self.rows = frozenset(rows)
-        """Widths and dtypes of the logits."""
-        self.refused = dict(refused)
-        """By layer: why the router of a mixture is not served."""
-        self.experts = {layer: _experts(runner) for layer, runner in runners.items()}
+    runners: dict[int, MoERunner]
+    """By layer: the mixture whose router is served."""
+    refused: dict[int, str]
+    """By layer: why the router of a mixture is not served."""
+    rows: Collection[tuple[int, torch.dtype]] = ()
+    """Widths and dtypes of the logits."""
+
+    @property
+    def experts(self) -> dict[int, int]:
         """By layer: the number of experts."""
+        return {layer: _experts(runner) for layer, runner in self.runners.items()}
 
     def install(self, buffers: Buffers, slot_of: Callable[[int], int]) -> list[int]:
         """Installs the op after every router; returns their slots (`slot_of` a layer)."""
         classes: dict[type[MoERunner], type[MoERunner]] = {}
-        for layer, runner in self._runners.items():
+        for layer, runner in self.runners.items():
             base = type(runner)
             if base not in classes:
                 classes[base] = type(f"Sited{base.__name__}", (_SitedRunner, base), {})
             site_handle = buffers.site_handle(slot_of(layer))
             runner.register_buffer("rheostat_router", site_handle, persistent=False)
             runner.__class__ = classes[base]
-        return [slot_of(layer) for layer in self._runners]
+        return [slot_of(layer) for layer in self.runners]
 
 
 class _SitedRunner(nn.Module):

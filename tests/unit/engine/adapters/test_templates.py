@@ -130,7 +130,7 @@ async def test_copies_are_known_to_vllm_and_sent_with_the_first(llm: Llm) -> Non
     collectors = await template.add(llm, "r0", [1, 2], None, {EXTRA_ARG: PLAN}, COPIES)
     (request,) = llm.added
     sent = request.sampling_params.extra_args["rheostat_copies"]
-    assert [one[1:] for one in sent] == [["r1", 1, 2], ["r2", 2, 3]]
+    assert [one[1:] for one in sent] == [("r1", 1, 2), ("r2", 2, 3)]
     names = [request.request_id, *(one[0] for one in sent)]
     assert [collector.request_id for collector in collectors] == names
     states = llm.output_processor.request_states
