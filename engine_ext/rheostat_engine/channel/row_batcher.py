@@ -135,7 +135,7 @@ class _Group:
         return old
 
     def take_request(self, number: int, name: str) -> list[Rows]:
-        """Removes the rows of one request; returns their events."""
+        """Removes the rows of one of `numbers`; returns their events."""
         self.numbers.discard(number)
         positions: list[int] = []
         rows: list[npt.NDArray[np.uint8]] = []
@@ -146,8 +146,6 @@ class _Group:
                 positions.append(int(step.positions[index]))
                 at = index if step.row_indices is None else step.row_indices[index]
                 rows.append(step.frame[at])
-        if not rows:
-            return []
         data = self.key.rows_of(np.concatenate(rows))
         return self.key.events(name, np.array(positions, np.int32), data)
 

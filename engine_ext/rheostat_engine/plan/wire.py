@@ -63,7 +63,7 @@ class _Act(msgspec.Struct):
 
 class _Steering(msgspec.Struct):
     acts: tuple[_Act, ...]
-    clauses: tuple[tuple[Natural, Natural | None, bool], ...]
+    clauses: tuple[Clause, ...]
     intervals: _Intervals
     sets: tuple[bytes, ...] = ()
     gates: tuple[Gate, ...] = ()
@@ -106,13 +106,12 @@ def steering_to(table: SteeringTable) -> bytes:
                 act.gain,
             )
         )
-    clauses = tuple((clause.act, clause.tokens, clause.among) for clause in table.clauses)
     intervals = _intervals_to(table.intervals)
     numbers = tuple(map(table.gates.index, table.signals.gates))
     kept = len(table.signals.kept)
     signals = table.signals.readings, numbers, table.signals.openness, kept
     return msgspec.msgpack.encode(
-        _Steering(tuple(acts), clauses, intervals, table.sets, table.gates, signals)
+        _Steering(tuple(acts), table.clauses, intervals, table.sets, table.gates, signals)
     )
 
 
@@ -137,11 +136,11 @@ def steering_from(wire: bytes) -> SteeringTable:
         raise ValueError("this is no plan: its signals name a reading or a gate that is missing")
     signalled = tuple(gates[number] for number in numbers)
     signals = Signals(readings, signalled, openness, gates[:kept])
-    clauses = tuple(Clause(*fields) for fields in plain.clauses)
+    clauses = plain.clauses
     for clause in clauses:
-        if clause.act >= len(acts):
+        if not 0 <= clause.act < len(acts):
             raise ValueError(f"this is no plan: there is no act {clause.act}")
-        if clause.tokens is not None and clause.tokens >= len(plain.sets):
+        if clause.tokens is not None and not 0 <= clause.tokens < len(plain.sets):
             raise ValueError(f"this is no plan: there is no set {clause.tokens} of token ids")
     for tokens in plain.sets:
         ids = _int32([tokens], "token ids")
