@@ -77,7 +77,7 @@ class PartialHits:
         self._schedule = scheduler.schedule
         self._cache = self._pool.cache_full_blocks
         scheduler.schedule = self._begin_step
-        self._pool.cache_full_blocks = self._note_fresh  # type: ignore[assignment]  # keywords
+        self._pool.cache_full_blocks = self._note_fresh  # type: ignore[assignment]  # by keyword
 
     def extended(self, request: Request, keys: BlockKeys, hit: Hit, longest: int) -> Hit:
         """A hit of whole blocks, with a part of the next one if that is cached.

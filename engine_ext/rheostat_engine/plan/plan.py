@@ -443,7 +443,7 @@ class _RequestId(msgspec.Struct):
     request_id: str = msgspec.field(name="id")
 
 
-class ReceivedPlan(_RequestId, omit_defaults=True):
+class ReceivedPlan(_RequestId, omit_defaults=True, dict=True):
     """A plan in a worker, and on its way there. Its tables and gates are still serialized."""
 
     epoch: Natural = 0
@@ -459,7 +459,7 @@ class ReceivedPlan(_RequestId, omit_defaults=True):
     signals_wait: SignalsWait = SignalsWait.NEVER
     encoded_gates: bytes = msgspec.field(name="gates", default=b"")
 
-    @property
+    @cached_property
     def gates(self) -> tuple[Gate, ...]:
         """The gates, with all their numbers, in the order of those of `acts`.
 
