@@ -14,9 +14,9 @@ from typing import NamedTuple
 from rheostat_engine.plan.plan import EncodedTable, read_plan
 from rheostat_engine.worker.capture.capture_sets import CaptureSet
 from rheostat_engine.worker.capture.captures import Captures
+from rheostat_engine.worker.state.id_allocators import BankError
 from rheostat_engine.worker.steering.built_tables import BuiltTable
 from rheostat_engine.worker.steering.steering import Steering
-from rheostat_engine.worker.steering.vectors import BankError
 
 
 class Prepared(NamedTuple):

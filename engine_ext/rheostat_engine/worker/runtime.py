@@ -43,6 +43,7 @@ from rheostat_engine.worker.preparations import Preparations
 from rheostat_engine.worker.repeated_steps import RepeatedSteps
 from rheostat_engine.worker.signals import StepSignals
 from rheostat_engine.worker.state.buffers import Buffers
+from rheostat_engine.worker.state.id_allocators import BankError
 from rheostat_engine.worker.state.position_functions import Int64
 from rheostat_engine.worker.state.site_slots import SiteSlots
 from rheostat_engine.worker.steering.steering import (
@@ -52,7 +53,6 @@ from rheostat_engine.worker.steering.steering import (
     UpdateResult,
     read_doses,
 )
-from rheostat_engine.worker.steering.vectors import BankError
 from rheostat_engine.worker.step_tokens import Batch, TokensOfSteps
 from rheostat_engine.worker.transport.event_sender import Frame
 from rheostat_engine.worker.transport.row_sender import RowSender

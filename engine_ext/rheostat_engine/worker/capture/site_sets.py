@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rheostat_engine.worker.state.id_allocators import Full, RefCountedIds, Taken
+from rheostat_engine.worker.state.id_allocators import Exhausted, RefCountedIds, Taken
 from rheostat_engine.worker.transport.row_encodings import RowEncodings
 
 Int16 = npt.NDArray[np.int16]
@@ -41,7 +41,7 @@ class SiteSets:
             np.zeros((1, sites), np.int32),
             np.zeros((1, 1), np.int32),
         )
-        self._ids: RefCountedIds[bytes] = RefCountedIds(0)
+        self._ids: RefCountedIds[bytes] = RefCountedIds(0, "site set")
         self._contents: dict[int, bytes] = {}
         self._sites: dict[tuple[int, int], list[int]] = {}
         """Cached results of `sites_of`."""
@@ -125,7 +125,7 @@ class SiteSets:
         """Adds a use of a site set; doubles the table if every number is in use."""
         try:
             return self._ids.take(content)
-        except Full:
+        except Exhausted:
             count = len(self.table.ranks)
             ranks, encodings, counts = (
                 np.pad(column, ((0, count), (0, 0)), constant_values=value)

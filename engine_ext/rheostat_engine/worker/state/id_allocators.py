@@ -3,15 +3,19 @@
 Invariant: an id belongs to one content while the content has users. Id 0 is never allocated.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 
 
-class Full(Exception):
-    """Every id is in use."""
+class BankError(Exception):
+    """A plan can't be put into the worker's tables; the request that needs it must fail."""
+
+
+class Exhausted(BankError):
+    """A resource is exhausted until unused tables are released."""
 
 
 class Taken(NamedTuple):
@@ -31,8 +35,9 @@ class _Entry:
 class RefCountedIds(Generic[K]):
     """Ids for content. Equal content has one id, which is reused once it has no users."""
 
-    def __init__(self, count: int) -> None:
-        """The ids are 1 to `count`."""
+    def __init__(self, count: int, kind: str) -> None:
+        """The ids are 1 to `count`; `kind` names the content in errors."""
+        self._kind = kind
         self._free = list(range(count, 0, -1))
         self._entries: dict[K, _Entry] = {}
 
@@ -55,17 +60,29 @@ class RefCountedIds(Generic[K]):
         """Adds a use of content; returns its id.
 
         Raises:
-            Full: the content is new, and no id is free.
+            Exhausted: the content is new, and no id is free.
         """
         entry = self._entries.get(content)
         if entry is not None:
             entry.users += 1
             return Taken(entry.number, fresh=False)
         if not self._free:
-            raise Full
+            raise Exhausted(f"every {self._kind} is in use")
         number = self._free.pop()
         self._entries[content] = _Entry(number, 1)
         return Taken(number, fresh=True)
+
+    def take_all(self, contents: Sequence[K]) -> list[Taken]:
+        """As `take`, for several contents. If it raises, nothing is taken."""
+        taken: list[Taken] = []
+        try:
+            for content in contents:
+                taken.append(self.take(content))
+        except Exhausted:
+            for content in contents[: len(taken)]:
+                self.give(content)
+            raise
+        return taken
 
     def give(self, content: K) -> int:
         """Ends one use; returns the id if it was the last use, else 0."""

@@ -12,10 +12,10 @@ import torch
 from rheostat_engine.plan.capacity import Capacity
 from rheostat_engine.plan.composition import Combination
 from rheostat_engine.worker.state.device_table import Table
-from rheostat_engine.worker.state.id_allocators import Full, RefCountedIds
+from rheostat_engine.worker.state.id_allocators import BankError, RefCountedIds
 from rheostat_engine.worker.state.position_functions import Int32
 from rheostat_engine.worker.steering.programs import Programs
-from rheostat_engine.worker.steering.vectors import BankError, Exhausted, Vectors
+from rheostat_engine.worker.steering.vectors import Vectors
 
 
 class Bank:
@@ -44,7 +44,7 @@ class Bank:
         self._codes = Table(torch.zeros(sites, slots, dtype=torch.int32, device=device), dim=1)
         self.slot_sites: npt.NDArray[np.bool_] = np.zeros((slots, sites), np.bool_)
         """[slots, sites], on the host: whether a slot has a program at a site."""
-        self._slots: RefCountedIds[Combination] = RefCountedIds(capacity.slots)
+        self._slots: RefCountedIds[Combination] = RefCountedIds(capacity.slots, "slot")
         self._combinations: dict[int, Combination] = {}
 
     @property
@@ -76,17 +76,15 @@ class Bank:
             BankError: a combination can't be made, or a resource is exhausted. Nothing is taken
                 then.
         """
-        taken: list[int] = []
-        new: dict[int, Combination] = {}
+        wanted = [combination for combination in combinations if combination]
+        taken = self._slots.take_all(wanted)
+        new = {slot: own for own, (slot, fresh) in zip(wanted, taken, strict=True) if fresh}
+        programs = [program for combination in new.values() for _, program in combination]
         try:
-            for combination in combinations:
-                taken.append(self._take(combination, new))
-            programs = [program for combination in new.values() for _, program in combination]
             codes = iter(self.programs.acquire(programs, vectors))
         except BankError:
-            for combination, slot in zip(combinations, taken, strict=False):
-                if slot:
-                    self._slots.give(combination)
+            for combination in wanted:
+                self._slots.give(combination)
             raise
         columns = np.zeros((len(self.code_of), len(new)), np.int32)
         for index, combination in enumerate(new.values()):
@@ -96,7 +94,8 @@ class Bank:
             self._codes.put_all(list(new), columns)
             self.slot_sites[list(new)] = columns.T != 0
             self._combinations |= new
-        return taken
+        slots = (slot for slot, _ in taken)
+        return [next(slots) if combination else 0 for combination in combinations]
 
     def weight(self, slot: int) -> int:
         """The number of programs of a slot in use."""
@@ -124,15 +123,3 @@ class Bank:
         used = np.flatnonzero(np.bincount(slots, minlength=1))
         touched: npt.NDArray[np.bool_] = np.logical_or.reduce(self.slot_sites[used], axis=0)
         return touched
-
-    def _take(self, combination: Combination, new: dict[int, Combination]) -> int:
-        """Takes a combination's slot; adds the combination to `new` if it is new."""
-        if not combination:
-            return 0
-        try:
-            taken = self._slots.take(combination)
-        except Full as error:
-            raise Exhausted("every slot is in use") from error
-        if taken.fresh:
-            new[taken.number] = combination
-        return taken.number

@@ -41,11 +41,12 @@ from rheostat_engine.plan.tables import (
     direction_cost,
     site_cost,
 )
+from rheostat_engine.worker.state.id_allocators import BankError, Exhausted
 from rheostat_engine.worker.state.position_functions import Functions, Int32
 from rheostat_engine.worker.steering.bank import Bank
 from rheostat_engine.worker.steering.doses import Measures, Norms
 from rheostat_engine.worker.steering.token_rules import VARIANTS, TokenRules
-from rheostat_engine.worker.steering.vectors import BankError, Exhausted, Vectors
+from rheostat_engine.worker.steering.vectors import Vectors
 
 _T = TypeVar("_T")
 _Work = Generator[int, None, _T]

@@ -38,11 +38,10 @@ from rheostat_engine.plan.gate_table import Held, State, states_of
 from rheostat_engine.plan.gates import Gate
 from rheostat_engine.worker.state.buffers import ALIGNED, FoldColumn, SiteBuffers, TokenColumn
 from rheostat_engine.worker.state.device_table import to_device
-from rheostat_engine.worker.state.id_allocators import RangeAllocator
+from rheostat_engine.worker.state.id_allocators import Exhausted, RangeAllocator
 from rheostat_engine.worker.state.position_functions import Int64
 from rheostat_engine.worker.steering.gate_reference import fold_step
 from rheostat_engine.worker.steering.row_sums import Means, RowSums
-from rheostat_engine.worker.steering.vectors import Exhausted
 
 _STAGES = 4
 """Staging buffers on CUDA, so that the host may run some steps ahead."""

@@ -27,8 +27,8 @@ from rheostat_engine.plan.composition import Direction, Program, RowKey, Step, o
 from rheostat_engine.plan.gate_table import Floats, Ints, gate_rows
 from rheostat_engine.plan.gates import MAX_GATES, MAX_TERMS, Gate, Normalise
 from rheostat_engine.worker.state.device_table import Table
-from rheostat_engine.worker.state.id_allocators import Full, RefCountedIds
-from rheostat_engine.worker.steering.vectors import BankError, Basis, Exhausted, Vectors, sums_of
+from rheostat_engine.worker.state.id_allocators import BankError, Exhausted, RefCountedIds
+from rheostat_engine.worker.steering.vectors import Basis, Vectors, sums_of
 
 INTS = 7
 """Integers of a step."""
@@ -99,11 +99,15 @@ class Programs:
             torch.zeros(gates, len(Ints), MAX_TERMS, dtype=torch.int32, device=device)
         )
         self._gate_floats = Table(torch.zeros(gates, len(Floats), MAX_TERMS, device=device))
-        self._gate_numbers: RefCountedIds[Gate] = RefCountedIds(capacity.gates)
+        self._gate_numbers: RefCountedIds[Gate] = RefCountedIds(capacity.gates, "gate")
         self._floats = Table(torch.zeros(steps, FLOATS, device=device))
-        self._row_numbers: RefCountedIds[RowKey] = RefCountedIds(capacity.bank_rows)
+        self._row_numbers: RefCountedIds[RowKey] = RefCountedIds(
+            capacity.bank_rows, "row of the bank"
+        )
         self._zeros: dict[RowKey, int] = {}
-        self._direction_numbers: RefCountedIds[Direction] = RefCountedIds(capacity.directions)
+        self._direction_numbers: RefCountedIds[Direction] = RefCountedIds(
+            capacity.directions, "direction"
+        )
         self._free_steps = list(range(capacity.steps, 0, -1))
         self._entries: dict[Program, _Entry] = {}
 
@@ -222,15 +226,23 @@ class Programs:
         """An empty basis of vectors, for `use_direction`."""
         return Basis(vectors, self.directions.shape[1])
 
-    def use_direction(self, direction: Direction, basis: Basis) -> None:
-        """Adds a use of a direction, and makes it if it does not exist yet.
+    def use_direction(self, direction: Direction, basis: Basis) -> int:
+        """Adds a use of a direction, made if it does not exist yet; its number.
 
-        Called before a program needs the direction, so that its cost is spread over slices.
+        Also called before a program needs the direction, so that its cost is spread over slices.
 
         Raises:
             BankError: it can't be made, or every direction is in use. No use is added then.
         """
-        self._take_direction(direction, basis)
+        taken = self._direction_numbers.take(direction)
+        if taken.fresh:
+            try:
+                content = basis.unit_of(direction)
+            except BankError:
+                self._direction_numbers.give(direction)
+                raise
+            self._directions.put(taken.number, content.numpy())
+        return taken.number
 
     def release_direction(self, direction: Direction) -> None:
         """Ends one use of a direction."""
@@ -242,14 +254,13 @@ class Programs:
         Raises:
             Exhausted: too few are free. No use is added then.
         """
-        numbers: list[int] = []
-        try:
-            for gate in gates:
-                numbers.append(self._take_gate(gate))
-        except Exhausted:
-            self.release_gates(gates[: len(numbers)])
-            raise
-        return numbers
+        taken = self._gate_numbers.take_all(gates)
+        for gate, (number, fresh) in zip(gates, taken, strict=True):
+            if fresh:
+                ints, floats = gate_rows(gate)
+                self._gate_ints.put(number, ints)
+                self._gate_floats.put(number, floats)
+        return [number for number, _ in taken]
 
     def release_gates(self, gates: Sequence[Gate]) -> None:
         """Ends one use of gates."""
@@ -275,23 +286,13 @@ class Programs:
         if not missing:
             return []
         sums = sums_of(list(missing), vectors, self.rows.shape[1], self.rows.dtype)
-        nonzero = sums.rows[~sums.zero] if sums.zero.any() else sums.rows
-        taken: list[RowKey] = []
-        numbers: list[int] = []
-        try:
-            for key, zero in zip(missing, sums.zero.tolist(), strict=True):
-                if zero:
-                    self._zeros[key] = 1
-                else:
-                    numbers.append(self._row_numbers.take(key).number)
-                taken.append(key)
-        except Full as error:
-            for key in taken:
-                self._give_row(key)
-            raise Exhausted("every row of the bank is in use") from error
+        zeros = {key: 1 for key, zero in zip(missing, sums.zero.tolist(), strict=True) if zero}
+        others = [key for key in missing if key not in zeros]
+        numbers = [number for number, _ in self._row_numbers.take_all(others)]
+        self._zeros |= zeros
         if numbers:
-            self._rows.put_all(numbers, nonzero)
-        return taken
+            self._rows.put_all(numbers, sums.rows[~sums.zero] if zeros else sums.rows)
+        return list(missing)
 
     def _use(self, program: Program, basis: Basis, new: _NewSteps) -> int:
         entry = self._entries.get(program)
@@ -345,41 +346,14 @@ class Programs:
         if not step.direction:
             mask = self._take_row(step.mask) if step.mask else 0
             return _Numbers(self._take_row(step.addends), mask)
-        read, write = self._take_direction(step.direction, basis), step.row_sum or 0
+        read, write = self.use_direction(step.direction, basis), step.row_sum or 0
         if step.write:
             try:
-                write = self._take_direction(step.write, basis)
+                write = self.use_direction(step.write, basis)
             except BankError:
                 self._direction_numbers.give(step.direction)
                 raise
         return _Numbers(read, settings_of(step), write)
-
-    def _take_direction(self, key: Direction, basis: Basis) -> int:
-        """Adds a use of a direction, made if it does not exist yet; its number."""
-        try:
-            taken = self._direction_numbers.take(key)
-        except Full as error:
-            raise Exhausted("every direction is in use") from error
-        if taken.fresh:
-            try:
-                content = basis.unit_of(key)
-            except BankError:
-                self._direction_numbers.give(key)
-                raise
-            self._directions.put(taken.number, content.numpy())
-        return taken.number
-
-    def _take_gate(self, gate: Gate) -> int:
-        """Adds a use of a gate, made if it does not exist yet; its number."""
-        try:
-            taken = self._gate_numbers.take(gate)
-        except Full as error:
-            raise Exhausted("every gate is in use") from error
-        if taken.fresh:
-            ints, floats = gate_rows(gate)
-            self._gate_ints.put(taken.number, ints)
-            self._gate_floats.put(taken.number, floats)
-        return taken.number
 
     def _take_row(self, key: RowKey) -> int:
         """Adds a use of an existing row; its number."""

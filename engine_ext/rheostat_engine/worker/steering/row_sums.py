@@ -28,10 +28,9 @@ import torch
 from rheostat_engine.plan.gates import NEVER
 from rheostat_engine.worker.state.buffers import SiteBuffers
 from rheostat_engine.worker.state.device_table import to_device
-from rheostat_engine.worker.state.id_allocators import RangeAllocator
+from rheostat_engine.worker.state.id_allocators import Exhausted, RangeAllocator
 from rheostat_engine.worker.state.position_functions import Int64
 from rheostat_engine.worker.steering.readout_reference import read_means
-from rheostat_engine.worker.steering.vectors import Exhausted
 
 
 class Means(NamedTuple):

@@ -24,6 +24,7 @@ import torch
 from rheostat_engine.plan.gates import Gate
 from rheostat_engine.plan.plan import EncodedTable, Window, steering_of
 from rheostat_engine.plan.tables import MAX_PLAN_COST, SteeringTable
+from rheostat_engine.worker.state.id_allocators import BankError, Exhausted
 from rheostat_engine.worker.state.position_functions import (
     Functions,
     Int32,
@@ -39,7 +40,7 @@ from rheostat_engine.worker.steering.gain_states import GainedTable, GainedToken
 from rheostat_engine.worker.steering.gate_states import GateStates
 from rheostat_engine.worker.steering.row_sums import Means
 from rheostat_engine.worker.steering.token_rules import TokenRules
-from rheostat_engine.worker.steering.vectors import BankError, Exhausted, Vectors
+from rheostat_engine.worker.steering.vectors import Vectors
 
 _SLOT, _DOSE_SLOT, _RULE = range(3)
 _DOSE_SLOTS, _VARIANTS, _GATE_STATES, _GAIN_STATES = range(4)

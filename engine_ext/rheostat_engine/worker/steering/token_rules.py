@@ -12,9 +12,8 @@ import torch
 
 from rheostat_engine.plan.composition import MAX_TOKEN_SETS
 from rheostat_engine.worker.state.device_table import Table
-from rheostat_engine.worker.state.id_allocators import Full, RefCountedIds
+from rheostat_engine.worker.state.id_allocators import BankError, Exhausted, RefCountedIds
 from rheostat_engine.worker.state.position_functions import Int32
-from rheostat_engine.worker.steering.vectors import BankError, Exhausted
 
 VARIANTS = 1 << MAX_TOKEN_SETS
 """Variants of an interval for which there is space."""
@@ -33,7 +32,9 @@ class TokenRules:
             device: of the tables.
         """
         self._bits = Table(torch.zeros(rules + 1, vocabulary, dtype=torch.uint8, device=device))
-        self._numbers: RefCountedIds[tuple[bytes, ...]] = RefCountedIds(rules)
+        self._numbers: RefCountedIds[tuple[bytes, ...]] = RefCountedIds(
+            rules, "rule about token ids"
+        )
         self._free = list(range(intervals - 1, -1, -1))
         self._variants = Table(
             torch.zeros(intervals, VARIANTS, 2, dtype=torch.int32, device=device)
@@ -78,10 +79,7 @@ class TokenRules:
         ids = [np.frombuffer(packed, "<i4") for packed in sets]
         if any(len(tokens) and not 0 <= tokens[0] <= tokens[-1] < vocabulary for tokens in ids):
             raise BankError(f"a token id is not below the vocabulary's size, {vocabulary}")
-        try:
-            taken = self._numbers.take(sets)
-        except Full as error:
-            raise Exhausted("every rule about token ids is in use") from error
+        taken = self._numbers.take(sets)
         if taken.fresh:
             bits = np.zeros(vocabulary, np.uint8)
             for bit, tokens in enumerate(ids):

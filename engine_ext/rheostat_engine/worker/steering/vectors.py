@@ -11,17 +11,10 @@ import numpy.typing as npt
 import torch
 
 from rheostat_engine.plan.composition import Direction, RowKey
+from rheostat_engine.worker.state.id_allocators import BankError
 
 Vectors = Mapping[bytes, npt.NDArray[np.float32]]
 """float32 [rows, W] by digest."""
-
-
-class BankError(Exception):
-    """A row or a direction can't be put into the bank; the request that needs it must fail."""
-
-
-class Exhausted(BankError):
-    """A resource is exhausted until unused tables are released."""
 
 
 class Sums(NamedTuple):

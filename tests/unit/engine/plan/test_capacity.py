@@ -21,8 +21,8 @@ from rheostat_engine.plan import tables
 from rheostat_engine.plan.composition import TokenVariants, only_adds
 from rheostat_engine.plan.needs import SHARED
 from rheostat_engine.plan.tables import CaptureNeed
+from rheostat_engine.worker.state.id_allocators import BankError
 from rheostat_engine.worker.steering.steering import RequestSteering
-from rheostat_engine.worker.steering.vectors import BankError
 
 from ..cpu_worker import NOTHING, Worker
 from ..gated import gated_plans

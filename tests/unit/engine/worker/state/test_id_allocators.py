@@ -7,7 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rheostat_engine.worker.state.device_table import Table
-from rheostat_engine.worker.state.id_allocators import Full, RangeAllocator, RefCountedIds, Taken
+from rheostat_engine.worker.state.id_allocators import (
+    Exhausted,
+    RangeAllocator,
+    RefCountedIds,
+    Taken,
+)
 
 
 @given(
@@ -16,12 +21,12 @@ from rheostat_engine.worker.state.id_allocators import Full, RangeAllocator, Ref
 def test_content_has_one_number_while_it_is_used_and_no_other_content_has_it(
     count: int, steps: list[tuple[bool, str]]
 ) -> None:
-    shared: RefCountedIds[str] = RefCountedIds(count)
+    shared: RefCountedIds[str] = RefCountedIds(count, "letter")
     users: dict[str, list[int]] = {}
     for takes, content in steps:
         held = users.get(content, [])
         if takes and not held and len(users) == count:
-            with pytest.raises(Full):
+            with pytest.raises(Exhausted, match="every letter is in use"):
                 shared.take(content)
         elif takes:
             taken = shared.take(content)
@@ -40,7 +45,7 @@ def test_content_has_one_number_while_it_is_used_and_no_other_content_has_it(
 
 
 def test_a_number_that_is_free_again_is_fresh_again() -> None:
-    shared: RefCountedIds[str] = RefCountedIds(1)
+    shared: RefCountedIds[str] = RefCountedIds(1, "letter")
     assert shared.take("a") == Taken(1, fresh=True)
     assert shared.take("a") == Taken(1, fresh=False)
     assert [shared.give("a"), shared.give("a")] == [0, 1]

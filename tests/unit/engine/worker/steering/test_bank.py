@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from rheostat_engine import Kind, Normalise, Readout
 from rheostat_engine.plan.composition import Combination, Program, RowKey, Step
+from rheostat_engine.worker.state.id_allocators import BankError
 from rheostat_engine.worker.steering.bank import Bank
-from rheostat_engine.worker.steering.vectors import BankError
 
 from ...tables import CPU, capacity, used
 

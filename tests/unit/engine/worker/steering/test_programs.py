@@ -12,8 +12,9 @@ from rheostat_engine import MAX_GATES, Activation, Kind, Normalise, Readout
 from rheostat_engine.plan.composition import Direction, Program, Step
 from rheostat_engine.plan.gains import MAX_GAINS
 from rheostat_engine.plan.gates import Reading
+from rheostat_engine.worker.state.id_allocators import BankError
 from rheostat_engine.worker.steering.programs import ROW_UNIT, Programs
-from rheostat_engine.worker.steering.vectors import BankError, Basis
+from rheostat_engine.worker.steering.vectors import Basis
 
 from ...naive import units
 from ...strategies import DIGESTS

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rheostat_engine.worker.state.buffers import SiteBuffers
+from rheostat_engine.worker.state.id_allocators import Exhausted
 from rheostat_engine.worker.steering.row_sums import Means, RowSums
-from rheostat_engine.worker.steering.vectors import Exhausted
 
 from ...no_gates import no_gates
 

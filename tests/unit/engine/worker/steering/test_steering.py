@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from rheostat_engine import MAX_PLAN_COST, Act, Band, Capacity, Kind, Plan, Spans, TokenCondition
 from rheostat_engine.plan.composition import TokenVariants, Variant
 from rheostat_engine.plan.plan import EncodedTable, Window
+from rheostat_engine.worker.state.id_allocators import BankError
 from rheostat_engine.worker.steering import built_tables as built_tables
 from rheostat_engine.worker.steering.steering import RequestSteering
-from rheostat_engine.worker.steering.vectors import BankError
 
 from ...cpu_worker import NOTHING, Worker
 from ...strategies import (

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rheostat_engine.plan.acts import TokenSet
+from rheostat_engine.worker.state.id_allocators import BankError
 from rheostat_engine.worker.steering.token_rules import TokenRules
-from rheostat_engine.worker.steering.vectors import BankError
 
 from ...strategies import SETS, VOCABULARY, packed_ids
 from ...tables import CPU
