@@ -33,7 +33,7 @@ from rheostat_engine.sites.op import bind
 from rheostat_engine.sites.probe import probe
 from rheostat_engine.worker.capture.captures import Captures
 from rheostat_engine.worker.expander import Expander
-from rheostat_engine.worker.instructions import Compact
+from rheostat_engine.worker.instructions import COLUMNS
 from rheostat_engine.worker.runtime import SiteRuntime
 from rheostat_engine.worker.state.buffers import Buffers, GateBuffers
 from rheostat_engine.worker.state.site_slots import SiteSlots
@@ -140,9 +140,9 @@ def assemble(
     if device.type == "cuda":
         from rheostat_engine.sites.kernels import warm_up
 
-        none = np.zeros(1, np.int32)
-        idle = Compact(none, none, none, none, none, base=None)  # one token without instructions
-        warm_up(buffers, expander.instructions(idle, torch.zeros(0)), narrow=routers.rows)
+        idle = np.zeros((COLUMNS, 1), np.int32)  # one token without acts and captures
+        nothing = expander.instructions(idle, None, 0, torch.zeros(0))
+        warm_up(buffers, nothing, narrow=routers.rows)
     reports = get_tensor_model_parallel_rank() == 0
     gates, gains = GateStates(buffers.of(0)), GainStates(buffers.gates)
     steering = Steering(bank, rules, doses, gates, gains, site_slots)

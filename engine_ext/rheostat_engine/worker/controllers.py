@@ -41,7 +41,7 @@ from rheostat_engine.plan.controllers import MAX_CONTROLLED, Controller, Control
 from rheostat_engine.plan.gains import LARGEST_GAIN
 from rheostat_engine.plan.plan import ReceivedControl
 from rheostat_engine.worker.state.buffers import GateBuffers
-from rheostat_engine.worker.state.device_table import to_device
+from rheostat_engine.worker.state.device_table import HostCopy, to_device
 from rheostat_engine.worker.state.position_functions import Int64
 
 _LOG = logging.getLogger(__name__)
@@ -233,8 +233,8 @@ class StepControllers:
         self._made = 0
         self._ended: dict[str, list[int]] = {}
         self._pending: _Samples | None = None
-        self._host: torch.Tensor | None = None
-        self._copied: torch.cuda.Event | None = None
+        self._read: HostCopy | None = None
+        """The readings of the last step."""
         # By number of the request; 0 is the number of none.
         self._controllers: Int64 = np.full(_FEWEST, -1, np.int64)
         """-1: none decides about it."""
@@ -350,24 +350,15 @@ class StepControllers:
         readings = self._gates.readings
         rows = to_device(torch.from_numpy(self._pending.tokens), readings.device)
         values = readings[:, : int(self._pending.columns.max())].index_select(0, rows)
-        if readings.device.type != "cuda":
-            self._host = values
-            return
-        self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        self._host.copy_(values, non_blocking=True)
-        self._copied = torch.cuda.Event()
-        self._copied.record()
+        self._read = HostCopy(values)
 
     def finish(self) -> tuple[list[Decision], list[Disabled]]:
         """The decisions about the last step. Waits for its readings, then for the controllers."""
         if self._pending is None:
             return [], []
         pending, self._pending = self._pending, None
-        if self._copied is not None:
-            self._copied.synchronize()
-            self._copied = None
-        read = None if self._host is None else self._host.numpy()
-        self._host = None
+        read = None if self._read is None else self._read.numpy()
+        self._read = None
         decisions: list[Decision] = []
         disabled: list[Disabled] = []
         for controller in np.unique(pending.controllers).tolist():

@@ -16,7 +16,7 @@ import torch
 
 from rheostat_engine.plan.gate_decisions import DecidedOnce
 from rheostat_engine.worker.state.buffers import GateBuffers
-from rheostat_engine.worker.state.device_table import to_device
+from rheostat_engine.worker.state.device_table import HostCopy, to_device
 from rheostat_engine.worker.state.position_functions import Int64
 from rheostat_engine.worker.step_tokens import Batch
 
@@ -36,22 +36,12 @@ class DecisionReport:
                 position, because later steps overwrite the buffer.
         """
         self._asked = asked
-        self._openness = openness.to("cpu", non_blocking=True)
-        self._copied: torch.cuda.Event | None = None
-        if openness.device.type == "cuda":
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+        self._openness = HostCopy(openness)
 
     def shut(self) -> list[str]:
         """The ids of the requests whose asked gates are all shut. Waits for the copy."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        rows = self._openness.numpy()
-        return [
-            name
-            for (name, decided), row in zip(self._asked.items(), rows, strict=True)
-            if (row[list(decided.gates)] == 0).all()
-        ]
+        rows = zip(self._asked.items(), self._openness.numpy(), strict=True)
+        return [name for (name, decided), row in rows if (row[list(decided.gates)] == 0).all()]
 
 
 class GateDecisions:

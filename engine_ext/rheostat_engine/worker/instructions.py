@@ -6,54 +6,26 @@ sites. The device computes the rest.
 
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from rheostat_engine.worker.state.buffers import Buffers
 
 COLUMNS = 5
-"""Integers of a token: the columns of `Compact` without `base`."""
-
-
-class Compact(NamedTuple):
-    """The instructions of a step by token."""
-
-    slot: npt.NDArray[np.int32]
-    """[T]: slot of the bank. With a rule: index of the interval's first variant."""
-    dose_slot: npt.NDArray[np.int32]
-    """[T]: slot for measurements."""
-    rule: npt.NDArray[np.int32]
-    """[T]: rule about token ids; 0: none."""
-    block: npt.NDArray[np.int32]
-    """[T]: captured block, from 1; 0: not captured."""
-    order: npt.NDArray[np.int32]
-    """[T]: index within the block."""
-    base: npt.NDArray[np.int32] | None
-    """[B, sites]: 1 + the block's first row at each site, counted from `first_row`; 0: the block is
-    not captured there."""
-    first_row: int = 0
-    """The ring row at which the rows of the step begin."""
-
-    @classmethod
-    def padded(
-        cls, *columns: npt.NDArray[np.int32] | None, tokens: int, first_row: int = 0
-    ) -> "Compact":
-        """Pads all columns but the last to `tokens`; a column of None becomes zeros."""
-        *short, base = columns
-        padded = np.zeros((COLUMNS, tokens), np.int32)
-        for row, column in zip(padded, short, strict=True):
-            if column is not None:
-                row[: len(column)] = column
-        slot, dose_slot, rule, block, order = padded
-        return cls(slot, dose_slot, rule, block, order, base, first_row)
+"""Integers of a token; see `Instructions.packed`."""
 
 
 class Instructions(NamedTuple):
     """Device tensors from which the instructions are expanded."""
 
     packed: torch.Tensor
-    """[5, T] int32: the rows of `Compact`."""
+    """[5, T] int32, by token:
+
+    * the slot of the bank; with a rule, the index of the interval's first variant;
+    * the slot for measurements;
+    * the rule about token ids; 0: none;
+    * the captured block, from 1; 0: not captured;
+    * the index within the block.
+    """
     ids: torch.Tensor | None
     """[T or more] int32: input token ids; None if no rule applies."""
     bits: torch.Tensor
@@ -63,9 +35,10 @@ class Instructions(NamedTuple):
     code_of: torch.Tensor
     """[sites, slots] int32, the bank's."""
     base: torch.Tensor | None
-    """[B, sites] int32; None if nothing is captured."""
+    """[B, sites] int32: 1 + the block's first row at each site, counted from `first_row`; 0: the
+    block is not captured there. None if nothing is captured."""
     first_row: int
-    """See `Compact`."""
+    """The ring row at which the rows of the step begin."""
 
 
 def expand_reference(step: Instructions, buffers: Buffers) -> None:

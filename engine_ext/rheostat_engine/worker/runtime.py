@@ -38,7 +38,7 @@ from rheostat_engine.worker.capture.request_progress import Ended, RequestProgre
 from rheostat_engine.worker.controllers import ControllerHost, Share, StepControllers
 from rheostat_engine.worker.expander import Expander
 from rheostat_engine.worker.gate_decisions import GateDecisions
-from rheostat_engine.worker.instructions import Compact
+from rheostat_engine.worker.instructions import COLUMNS
 from rheostat_engine.worker.preparations import Preparations
 from rheostat_engine.worker.repeated_steps import RepeatedSteps
 from rheostat_engine.worker.signals import StepSignals
@@ -434,10 +434,13 @@ class SiteRuntime:
         if again:
             self._expander.write_again(first_row, batch.input_ids)
         else:
-            captured = (None, None, None) if copies is None else copies.columns
-            columns = (steered.slot, steered.dose_slot, steered.rule, *captured)
-            compact = Compact.padded(*columns, tokens=batch.padded_tokens, first_row=first_row)
-            self._expander.write(compact, batch.input_ids)
+            columns = [steered.slot, steered.dose_slot, steered.rule]
+            if copies is not None:
+                columns += copies.blocks.token_block, copies.blocks.token_order
+            padded = np.zeros((COLUMNS, batch.padded_tokens), np.int32)
+            for row, column in zip(padded, columns, strict=False):  # the others stay 0
+                row[: len(column)] = column
+            self._expander.write(padded, base, first_row, batch.input_ids)
         self.buffers.active.set(written.mask)
 
     def _begin_plain(self) -> None:

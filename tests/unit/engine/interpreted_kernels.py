@@ -32,7 +32,7 @@ from rheostat_engine.sites.kernels import launch_site, warm_up
 from rheostat_engine.sites.reference import run_site
 from rheostat_engine.worker.expand_kernel import launch_expand
 from rheostat_engine.worker.expander import Expander
-from rheostat_engine.worker.instructions import Compact, Instructions, expand_reference
+from rheostat_engine.worker.instructions import COLUMNS, Instructions, expand_reference
 from rheostat_engine.worker.state.buffers import Buffers, SiteBuffers
 from rheostat_engine.worker.steering import gate_kernels
 from rheostat_engine.worker.steering.gate_kernels import launch_fold
@@ -457,14 +457,15 @@ def check_expand(*, captures: bool, rules: bool) -> None:
     starts = rng.integers(1, 900, (3, SITES)) * rng.integers(0, 2, (3, SITES))
     rule = each(4) if rules else np.zeros(count, np.int32)
     base = starts.astype(np.int32) if captures else None
-    compact = Compact(each(6), each(99), rule, each(4), each(50), base, first_row=700)
+    columns = np.stack([each(6), each(99), rule, each(4), each(50)])
     code_of = torch.from_numpy(rng.integers(-100, 100, (SITES, 6)).astype(np.int32))
     names = np.where(rule > 0, rng.integers(0, VOCABULARY, count), 10**9)
     ids = torch.from_numpy(names.astype(np.int32))
     ones, others = all_buffers(256), all_buffers(256)
     for made in (ones, others):
         made.code[:], made.cap_row[:], made.dose_slot[:] = -1, -1, -1
-    step: Instructions = Expander(ones, code_of, table, 256).instructions(compact, ids)
+    expander = Expander(ones, code_of, table, 256)
+    step: Instructions = expander.instructions(columns, base, 700, ids)
     assert (step.ids is not None) == rules
     launch_expand(step, ones)
     expand_reference(step, others)
@@ -477,11 +478,10 @@ def check_expand(*, captures: bool, rules: bool) -> None:
 def check_warm_up() -> None:
     """Warming up changes nothing that a step could see."""
     made, before = all_buffers(16), all_buffers(16)
-    none = np.zeros(1, np.int32)
-    compact = Compact(none, none, none, none, none, None)
     code_of = torch.zeros(SITES, 8, dtype=torch.int32)
     expander = Expander(made, code_of, TokenRules(1, 8, VOCABULARY, CPU), 16)
-    warm_up(made, expander.instructions(compact, torch.zeros(0)))
+    none = np.zeros((COLUMNS, 1), np.int32)
+    warm_up(made, expander.instructions(none, None, 0, torch.zeros(0)))
     for site in range(SITES):
         for one, other in zip(tensors(made.of(site)), tensors(before.of(site)), strict=True):
             assert same_bits(one, other)

@@ -52,16 +52,11 @@ class StepCopies(NamedTuple):
 
     blocks: RowBlocks
     base: npt.NDArray[np.int32]
-    """[B, sites]: see `Compact`."""
+    """[B, sites]: see `Instructions`."""
     first_row: int
     """The ring row at which the rows of the step begin."""
     sites: npt.NDArray[np.bool_]
     """[sites]: whether rows are copied at a site."""
-
-    @property
-    def columns(self) -> tuple[npt.NDArray[np.int32], ...]:
-        """The columns of a `Compact`: block and order of each token, and the base."""
-        return self.blocks.token_block, self.blocks.token_order, self.base
 
 
 class CapturesUpdate(NamedTuple):

@@ -11,7 +11,6 @@ Invariants
       it computes all that its gates read again. Exception: the state of a late gate stays, and the
       fold skips these positions. One step may compute them together with tokens after a decision,
       whose openness must be known before the step.
-    * A staging buffer is written again only after the device has copied it.
 
 Why late gates have a record
     Tokens on which a late gate acts are first computed one by one, and the state before each step
@@ -26,7 +25,6 @@ Cost
     kernel after its forward pass.
 """
 
-from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -37,14 +35,11 @@ import torch
 from rheostat_engine.plan.gate_table import Held, State, states_of
 from rheostat_engine.plan.gates import Gate
 from rheostat_engine.worker.state.buffers import ALIGNED, FoldColumn, SiteBuffers, TokenColumn
-from rheostat_engine.worker.state.device_table import to_device
+from rheostat_engine.worker.state.device_table import StagingBuffers, to_device
 from rheostat_engine.worker.state.id_allocators import Exhausted, RangeAllocator
 from rheostat_engine.worker.state.position_functions import Int64
 from rheostat_engine.worker.steering.gate_reference import fold_step
 from rheostat_engine.worker.steering.row_sums import Means, RowSums
-
-_STAGES = 4
-"""Staging buffers on CUDA, so that the host may run some steps ahead."""
 
 
 class _Samples(NamedTuple):
@@ -107,10 +102,7 @@ class GateStates:
         self._last_folds: torch.Tensor | None = None
         """Folds of the last step for which `begin` was called."""
         self._cuda = buffers.step.device.type == "cuda"
-        self._stages: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
-        for _ in range(_STAGES if self._cuda else 1):
-            host = torch.zeros(buffers.step.shape, dtype=torch.int32, pin_memory=self._cuda)
-            self._stages.append((host, None))
+        self._stages = StagingBuffers(len(buffers.step), buffers.step.device)
 
     @property
     def used(self) -> int:
@@ -248,9 +240,7 @@ class GateStates:
 
     def _write(self, samples: _Samples, positions: Int64) -> torch.Tensor:
         """Copies folds and tokens of the step to the device; returns the folds there."""
-        host, copied = self._stages.popleft()
-        if copied is not None:
-            copied.synchronize()
+        host = self._stages.take()
         folds, count = samples.folds, len(positions)
         folds[:, FoldColumn.POSITION] = positions[folds[:, FoldColumn.FIRST]]
         middle = self._buffers.step.numel() - self._buffers.tokens.numel()
@@ -265,11 +255,7 @@ class GateStates:
         tokens[:, TokenColumn.POSITION] = positions
         tokens[:, TokenColumn.ROW_SUM] = self.row_sums.first[samples.states]
         self._buffers.step[start:end].copy_(host[start:end], non_blocking=True)
-        copied = None
-        if self._cuda:
-            copied = torch.cuda.Event()
-            copied.record()
-        self._stages.append((host, copied))
+        self._stages.give(host)
         return self._buffers.step[start:folds_end].view(-1, len(FoldColumn))
 
     def _clear(self, starts: Int64, positions: Int64) -> None:

@@ -178,7 +178,7 @@ class Instruction(NamedTuple):
     """The instructions for a step's tokens."""
 
     slot: npt.NDArray[np.int32]
-    """[n]; this and the next two as in `Compact`."""
+    """[n]; this and the next two as in `Instructions.packed`."""
     dose_slot: npt.NDArray[np.int32]
     """[n]."""
     rule: npt.NDArray[np.int32]

@@ -1,5 +1,7 @@
 """A step's compact instructions mean one code, one cell and one ring row per token and site."""
 
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rheostat_engine.worker.expander import Expander
-from rheostat_engine.worker.instructions import Compact
 from rheostat_engine.worker.state.buffers import Buffers
 from rheostat_engine.worker.steering.programs import FLOATS, INTS
 from rheostat_engine.worker.steering.token_rules import TokenRules
@@ -19,8 +20,16 @@ from ..tables import CPU
 SITES, TOKENS, SLOTS = 3, 8, 4
 
 
+class Step(NamedTuple):
+    """The arguments of `Expander.write`."""
+
+    columns: np.ndarray
+    base: np.ndarray | None
+    first_row: int
+
+
 @st.composite
-def instructions(draw: st.DrawFn) -> tuple[Compact, list[int]]:
+def instructions(draw: st.DrawFn) -> tuple[Step, list[int]]:
     """Any step, with blocks and rules or without, and its token ids."""
     count = draw(st.integers(1, TOKENS))
     blocks = draw(st.integers(0, 3))
@@ -33,13 +42,13 @@ def instructions(draw: st.DrawFn) -> tuple[Compact, list[int]]:
     if blocks:
         values = st.lists(st.integers(0, 20), min_size=blocks * SITES, max_size=blocks * SITES)
         base = np.array(draw(values), np.int32).reshape(blocks, SITES)
-    columns = each(SLOTS - 1), each(70), each(rules), each(blocks), each(5)
-    compact = Compact(*columns, base, draw(st.integers(1, 9)))
+    columns = np.stack([each(SLOTS - 1), each(70), each(rules), each(blocks), each(5)])
     ids = [
         draw(st.integers(0, VOCABULARY - 1) if rule else st.integers(-9, 10**6))
-        for rule in compact.rule.tolist()
+        for rule in columns[2].tolist()
     ]
-    return compact, ids + draw(st.lists(st.integers(-9, 10**6), max_size=2))
+    step = Step(columns, base, draw(st.integers(1, 9)))
+    return step, ids + draw(st.lists(st.integers(-9, 10**6), max_size=2))
 
 
 def made(tokens: int = TOKENS) -> Buffers:
@@ -68,7 +77,7 @@ def test_every_sites_instructions_begin_where_the_first_sites_do(tokens: int) ->
 @pytest.mark.parametrize("again", [False, True])
 @given(steps=st.lists(instructions(), min_size=1, max_size=3), seed=st.integers(0, 2**32 - 1))
 def test_instructions_are_expanded_token_by_token_and_site_by_site(
-    again: bool, steps: list[tuple[Compact, list[int]]], seed: int
+    again: bool, steps: list[tuple[Step, list[int]]], seed: int
 ) -> None:
     buffers = made()
     generator = torch.Generator().manual_seed(seed)
@@ -83,26 +92,26 @@ def test_instructions_are_expanded_token_by_token_and_site_by_site(
         others = [(name + 1) % VOCABULARY for name in ids]
         before = buffers.code.clone(), buffers.cap_row.clone(), buffers.dose_slot.clone()
         if again:
-            expander.write(step._replace(first_row=30), torch.tensor(others, dtype=torch.int32))
+            expander.write(*step._replace(first_row=30), torch.tensor(others, dtype=torch.int32))
             expander.write_again(step.first_row, torch.tensor(ids, dtype=torch.int32))
         else:
-            expander.write(step, torch.tensor(ids, dtype=torch.int32))
-        count = len(step.slot)
+            expander.write(*step, torch.tensor(ids, dtype=torch.int32))
+        count = step.columns.shape[1]
         for now, then in zip(
             (buffers.code, buffers.cap_row, buffers.dose_slot), before, strict=True
         ):
             assert torch.equal(now[..., count:], then[..., count:])
         for token in range(count):
-            slot, dose_slot = step.slot[token], step.dose_slot[token]
-            if step.rule[token]:
-                held = sets[int(step.rule[token])]
+            slot, dose_slot, rule, block, order = step.columns[:, token].tolist()
+            if rule:
+                held = sets[rule]
                 variant = slot + sum((ids[token] in one) << bit for bit, one in enumerate(held))
                 slot, dose_slot = slots[variant], dose_slots[variant]
             assert buffers.dose_slot[token] == dose_slot
             for site in range(SITES):
                 assert buffers.code[site, token] == code_of[site, slot]
                 target = 0
-                if step.base is not None and step.block[token]:
-                    first = step.base[step.block[token] - 1, site]
-                    target = first - 1 + step.first_row + step.order[token] if first else 0
+                if step.base is not None and block:
+                    first = step.base[block - 1, site]
+                    target = first - 1 + step.first_row + order if first else 0
                 assert buffers.cap_row[site, token] == target
