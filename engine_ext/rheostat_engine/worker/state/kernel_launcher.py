@@ -85,16 +85,9 @@ class KernelLauncher:
             constants: the values of `constexpr` parameters.
             num_warps: warps of each program.
         """
+        numbers = (*varying, *integers, *floats, *constants)
         if not self._direct:
-            self._jit[grid](
-                *tensors,
-                *fixed.tensors,
-                *varying,
-                *integers,
-                *floats,
-                *constants,
-                num_warps=num_warps,
-            )
+            self._jit[grid](*tensors, *fixed.tensors, *numbers, num_warps=num_warps)
             return
         active = driver.active
         device = active.get_current_device()
@@ -111,19 +104,10 @@ class KernelLauncher:
         compiled = self._compiled.get(key)
         if compiled is not None:
             # Addresses, because for a tensor Triton asks the driver whether the device has it.
-            compiled[grid](
-                *addresses,
-                *fixed.addresses,
-                *varying,
-                *integers,
-                *floats,
-                *constants,
-                stream=active.get_current_stream(device),
-            )
+            stream = active.get_current_stream(device)
+            compiled[grid](*addresses, *fixed.addresses, *numbers, stream=stream)
             return
-        compiled = self._jit[grid](
-            *tensors, *fixed.tensors, *varying, *integers, *floats, *constants, num_warps=num_warps
-        )
+        compiled = self._jit[grid](*tensors, *fixed.tensors, *numbers, num_warps=num_warps)
         # For AMD devices, Triton also distinguishes tensors by their size.
         if isinstance(compiled, CompiledKernel) and compiled.metadata.target.backend == "cuda":
             self._compiled[key] = compiled

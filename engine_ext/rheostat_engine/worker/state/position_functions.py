@@ -56,7 +56,7 @@ class Functions:
         """
         count = len(starts)
         if self._end + count > len(self._keys):
-            self._grow(self._end + count)
+            self._move(count)
         self._last += 1
         end = self._end + count
         self._keys[self._end : end] = (self._last << _POSITION_BITS) + starts.astype(np.int64)
@@ -76,7 +76,7 @@ class Functions:
         self._alive[first : first + count] = False
         self._dead += count
         if self._dead > max(_SMALLEST, self._end // 2):
-            self._sweep()
+            self._move()
 
     def lookup(self, functions: Int64, positions: Int64) -> Int32:
         """The values at positions, [n, columns].
@@ -101,26 +101,16 @@ class Functions:
         inside = (index < self._end) & (following >> _POSITION_BITS == functions)
         return np.where(inside, following & _POSITION_MASK, FOREVER)
 
-    def _grow(self, least: int) -> None:
-        size = 2 * least
+    def _move(self, more: int = 0) -> None:
+        """Moves all but the dropped functions to arrays with space for `more` intervals."""
+        (kept,) = np.nonzero(self._alive[: self._end])
+        size = max(_SMALLEST, 2 * (len(kept) + more))
         for name in ("_keys", "_values", "_alive"):
             old = getattr(self, name)
             new = np.zeros((size, *old.shape[1:]), old.dtype)
-            new[: self._end] = old[: self._end]
+            new[: len(kept)] = old[kept]
             setattr(self, name, new)
-        self.written += self._end
-
-    def _sweep(self) -> None:
-        """Removes the dropped functions from the arrays."""
-        alive = self._alive[: self._end]
-        keys, values = self._keys[: self._end][alive], self._values[: self._end][alive]
-        size = max(_SMALLEST, 2 * len(keys))
-        self._end, self._dead = len(keys), 0
-        self._keys = np.zeros(size, np.int64)
-        self._values = np.zeros((size, values.shape[1]), np.int32)
-        self._alive = np.zeros(size, np.bool_)
-        self._keys[: self._end], self._values[: self._end] = keys, values
-        self._alive[: self._end] = True
+        self._end, self._dead = len(kept), 0
         self.written += self._end
 
 

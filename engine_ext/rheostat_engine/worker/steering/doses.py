@@ -20,6 +20,7 @@ import torch
 from rheostat_engine.cached_property import cached_property
 from rheostat_engine.plan.acts import Act, Kind
 from rheostat_engine.plan.composition import MAX_STEPS, attribution
+from rheostat_engine.worker.state.device_table import to_device
 from rheostat_engine.worker.state.id_allocators import RangeAllocator
 from rheostat_engine.worker.state.position_functions import Int64
 
@@ -63,9 +64,7 @@ class Doses:
         numbers = [n for slots in ranges for n in range(slots.start, slots.start + slots.count)]
         if not numbers:
             return None
-        where = torch.tensor(numbers)
-        if self.dose_slots.device.type == "cuda":
-            where = where.pin_memory().to(self.dose_slots.device, non_blocking=True)
+        where = to_device(torch.tensor(numbers), self.dose_slots.device)
         measured = self.dose_slots.index_select(1, where)
         self.dose_slots.index_fill_(1, where, 0.0)
         for slots in ranges:
