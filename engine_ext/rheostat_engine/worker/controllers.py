@@ -258,21 +258,14 @@ class StepControllers:
         hosts = self._hosts or {}
         return {name: (*host.stats(), self.disabled.get(name, "")) for name, host in hosts.items()}
 
-    def control_of(self, request: int) -> ReceivedControl | None:
-        """The control of a request; None if it has no controller."""
-        return self._controls.get(request)
-
-    def check(self, control: ReceivedControl) -> None:
-        """Checks that there is a controller.
+    def add(self, request: int, control: ReceivedControl, state: int) -> None:
+        """Puts a new sample under control; `state` is that of its gains.
 
         Raises:
             ValueError: the worker has no such controller.
         """
         if self._hosts is not None and control.name not in self._hosts:
             raise ValueError(f"there is no controller {control.name!r}")
-
-    def add(self, request: int, control: ReceivedControl, state: int) -> None:
-        """Puts a new sample under control; `state` is that of its gains."""
         while request >= len(self._controllers):
             self._grow()
         if control.name not in self._names:
@@ -288,7 +281,7 @@ class StepControllers:
         self._states[request] = state
         self._decisions[request] = 0
 
-    def remove(self, request: int, end: int) -> list[tuple[int, list[float]]]:
+    def remove(self, request: int, end: int) -> tuple[tuple[int, tuple[float, ...]], ...]:
         """Ends the control of a sample that has ended, if it was controlled.
 
         Args:
@@ -300,7 +293,7 @@ class StepControllers:
         """
         control = self._controls.pop(request, None)
         if control is None:
-            return []
+            return ()
         seen = self._next[request] >= control.first
         if seen and control.name not in self.disabled:
             self._ended.setdefault(control.name, []).append(int(self._samples[request]))
@@ -310,7 +303,8 @@ class StepControllers:
         slots = np.arange(max(0, count - _LAST_GAINS), count) % _LAST_GAINS
         firsts = self._last_firsts[request, slots].tolist()
         gains = self._last_gains[request, slots, : control.gains].tolist()
-        return [decision for decision in zip(firsts, gains, strict=True) if decision[0] < end]
+        decisions = zip(firsts, map(tuple, gains), strict=True)
+        return tuple([decision for decision in decisions if decision[0] < end])
 
     def begin(self, numbers: Int64, computed: Int64, scheduled: Int64) -> bool:
         """Prepares a step; returns whether a controller decides after it.

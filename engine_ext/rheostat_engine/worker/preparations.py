@@ -57,13 +57,17 @@ class Preparations:
             budget: the cost after which it stops.
         """
         try:
-            if name not in self._preparations:
+            preparation = self._preparations.get(name)
+            if preparation is None:
                 plan = read_plan(wire)
-                self._preparations[name] = _Preparation(acts=plan.acts)
-                budget -= self._use_captures(self._preparations[name], plan.captures)
-            preparation = self._preparations[name]
+                preparation = self._preparations[name] = _Preparation(acts=plan.acts)
+                if plan.captures is not None and self._captures is not None:  # built at once
+                    budget -= self._captures.sets.cost(plan.captures)
+                    preparation.captures = self._captures.sets.use(plan.captures)
             if preparation.acts is not None and budget > 0:
-                budget -= self._use_acts(preparation, preparation.acts)
+                preparation.built_table = self._steering.use(preparation.acts)
+                preparation.acts = None
+                budget -= preparation.built_table.table.read_cost
             if preparation.built_table is not None and budget > 0:
                 self._steering.built_tables.build(preparation.built_table, budget)
             complete = preparation.built_table is None or preparation.built_table.work is None
@@ -81,18 +85,3 @@ class Preparations:
             self._steering.built_tables.release(preparation.built_table)
         if preparation.captures is not None and self._captures is not None:
             self._captures.sets.release(preparation.captures)
-
-    def _use_captures(self, preparation: _Preparation, captures: EncodedTable | None) -> int:
-        """Builds the table of captures at once; returns the cost."""
-        if captures is None or self._captures is None:
-            return 0
-        sets = self._captures.sets
-        cost = sets.cost(captures)
-        preparation.captures = sets.use(captures)
-        return cost
-
-    def _use_acts(self, preparation: _Preparation, acts: EncodedTable) -> int:
-        """Parses the table of acts; returns the cost."""
-        preparation.built_table = self._steering.use(acts)
-        preparation.acts = None
-        return preparation.built_table.table.read_cost

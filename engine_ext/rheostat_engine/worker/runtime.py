@@ -86,16 +86,6 @@ class _Written(NamedTuple):
     """Whether any site does."""
 
 
-class _Removed(NamedTuple):
-    """A removed request, until `send_released`."""
-
-    request: _Request
-    rows: Int64 | None
-    """As `Captures.drop` returns it."""
-    gains: tuple[tuple[int, tuple[float, ...]], ...]
-    """See `Released.gains`."""
-
-
 class SiteRuntime:
     """The plans of this worker's running requests, and the current step."""
 
@@ -138,7 +128,8 @@ class SiteRuntime:
         """Reports of added requests, which are sent together."""
         self._gained: list[Gained] = []
         """Reports of changed gains, which are sent together."""
-        self._removed: list[_Removed] = []
+        self._removed: list[tuple[Ended, RequestSteering]] = []
+        """The removed requests, until `send_released`."""
         self._numbers_free: list[int] = []
         self._numbers_made = 0
         self._present = np.isin(np.arange(buffers.sites), list(sites))
@@ -179,20 +170,17 @@ class SiteRuntime:
         if request_id in self._requests:
             return
         self._record_repeats()
-        problem = ""
         try:
-            plan = read_plan(wire)
-            request = self._make_request(plan.request_id, plan, cached_tokens_recomputed)
+            self._add(request_id, read_plan(wire), cached_tokens_recomputed)
         except (BankError, ValueError) as error:
-            problem, name = str(error), read_request_id(wire)
+            name = read_request_id(wire)
             if name is None:
                 _LOG.error(
                     "the plan of request %s has no request id, so its error can't be reported",
                     request_id,
                 )
                 return
-            request = self._make_request(name, None, cached_tokens_recomputed)
-        self._store(request_id, request, problem)
+            self._add(request_id, _empty_plan(name), cached_tokens_recomputed, str(error))
 
     def send_installed(self) -> None:
         """Reports the added requests, in one frame."""
@@ -287,11 +275,8 @@ class SiteRuntime:
             return
         number = request.number
         self._ids.pop(request.name, None)
-        gains: tuple[tuple[int, tuple[float, ...]], ...] = ()
-        if self._controlled.pop(number, None) is not None:
-            end = int(self._progress.computed_end[number])
-            last = self.controllers.remove(number, end)
-            gains = tuple([(first, tuple(factors)) for first, factors in last])
+        self._controlled.pop(number, None)
+        gains = self.controllers.remove(number, int(self._progress.computed_end[number]))
         self.steering.remove(number, request.steering)
         if request.signals:
             self._signals.put(number, 0, 0)
@@ -299,7 +284,8 @@ class SiteRuntime:
         if self.captures is not None and not request.captures.unused:
             rows = self.captures.drop(number, request.captures, self._progress.span(number))
         self._last_ids = ()
-        self._removed.append(_Removed(request, rows, gains))
+        ended = Ended(number, request.name, rows, request.steering.measured, gains)
+        self._removed.append((ended, request.steering))
 
     def send_released(self) -> None:
         """Reports the removed requests, with one copy of all their measurements from the device.
@@ -311,15 +297,10 @@ class SiteRuntime:
             return
         self.send_gained()
         removed, self._removed = self._removed, []
-        steered = [ended.request.steering for ended in removed]
+        steered = [steering for _, steering in removed]
         measured = self.steering.take_out(steered)
-        reports = self._progress.released(
-            [
-                Ended(request.number, request.name, rows, request.steering.measured, gains)
-                for request, rows, gains in removed
-            ]
-        )
-        numbers = [ended.request.number for ended in removed]
+        reports = self._progress.released([ended for ended, _ in removed])
+        numbers = [ended.number for ended, _ in removed]
         self._numbers_free += numbers
         if self._row_sender is None:
             return
@@ -492,8 +473,7 @@ class SiteRuntime:
         """Applies an update; returns its cost."""
         request = self._requests.get(request_id)
         if request is None:
-            request = self._make_request(self._name(request_id), None, cached_tokens_recomputed=0)
-            self._store(request_id, request, "")
+            request = self._add(request_id, _empty_plan(self._name(request_id)))
         first = max(int(self._progress.computed_end[request.number]), computed, update.not_before)
         problem, cost = "", REQUEST_COST
         try:
@@ -510,26 +490,34 @@ class SiteRuntime:
         self._send(AttachedHead(self._rank, request.number, attached))
         return cost
 
-    def _make_request(
-        self, name: str, plan: ReceivedPlan | None, cached_tokens_recomputed: int
+    def _add(
+        self,
+        request_id: str,
+        plan: ReceivedPlan,
+        cached_tokens_recomputed: int = 0,
+        problem: str = "",
     ) -> _Request:
-        number = self._new_number()
+        """Adds a request, whose report stays until `send_installed`.
+
+        Raises:
+            BankError, ValueError: its plan can't be applied; nothing has changed then.
+        """
+        number, control = self._new_number(), plan.control
         steering, captured = RequestSteering(), RequestCaptures()
         try:
-            if plan is not None and plan.captures is not None and self.captures is not None:
+            if plan.captures is not None and self.captures is not None:
                 captured = self.captures.put(number, plan.captures)
-            if plan is not None and plan.window is not None:
+            if plan.window is not None:
                 steering = self.steering.set_windowed_acts(
                     number, plan.acts, plan.window, plan.outside
                 )
-            elif plan is not None and plan.acts is not None:
+            elif plan.acts is not None:
                 steering = self.steering.set_acts(
                     number, plan.acts, gates=plan.gates, measured=plan.measured
                 )
-            if plan is not None and plan.control is not None:
-                self.controllers.check(plan.control)
-                steering = self.steering.make_gains(number, plan.control.acts, steering)
-                self.controllers.add(number, plan.control, steering.parts[-1].gain_state)
+            if control is not None:
+                steering = self.steering.make_gains(number, control.acts, steering)
+                self.controllers.add(number, control, steering.parts[-1].gain_state)
         except (BankError, ValueError):
             if steering.parts:
                 self.steering.remove(number, steering)
@@ -539,9 +527,17 @@ class SiteRuntime:
             self._numbers_free.append(number)
             raise
         self._progress.start(number, cached_tokens_recomputed)
-        waits = SignalsWait.NEVER if plan is None else plan.signals_wait
-        request = _Request(name, number, steering, captured, waits)
+        request = _Request(plan.request_id, number, steering, captured, plan.signals_wait)
         self._put_signals(request)
+        self._requests[request_id] = request
+        self._ids[request.name] = request_id
+        self._last_ids = ()
+        self._installed.append(InstalledHead(self._rank, number, Installed(request.name, problem)))
+        if control is not None:
+            self._controlled[number] = request.name
+            reason = self.controllers.disabled.get(control.name)
+            if reason is not None:
+                self._send_disabled(number, control.name, reason, control.first)
         return request
 
     def _put_signals(self, request: _Request) -> None:
@@ -551,20 +547,6 @@ class SiteRuntime:
         if wants or request.signals:
             self._signals.put(request.number, *columns, wait=request.signals_wait)
         request.signals = wants
-
-    def _store(self, request_id: str, request: _Request, problem: str) -> None:
-        """Stores a request, and its report until `send_installed`."""
-        self._requests[request_id] = request
-        self._ids[request.name] = request_id
-        self._last_ids = ()
-        installed = Installed(request.name, problem)
-        self._installed.append(InstalledHead(self._rank, request.number, installed))
-        control = self.controllers.control_of(request.number)
-        if control is not None:
-            self._controlled[request.number] = request.name
-            reason = self.controllers.disabled.get(control.name)
-            if reason is not None:
-                self._send_disabled(request.number, control.name, reason, control.first)
 
     def _apply_decisions(self) -> None:
         """Applies what controllers decided about the last step, before the next begins."""
@@ -601,3 +583,7 @@ class SiteRuntime:
         self.send_installed()
         if self._row_sender is not None:
             self._row_sender.send(Frame(head))
+
+
+def _empty_plan(name: str) -> ReceivedPlan:
+    return ReceivedPlan(name, epoch=0, private_from=None, acts=None, captures=None)
