@@ -65,7 +65,7 @@ class Preparations:
                     budget -= self._captures.sets.cost(plan.captures)
                     preparation.captures = self._captures.sets.use(plan.captures)
             if preparation.acts is not None and budget > 0:
-                preparation.built_table = self._steering.use(preparation.acts)
+                preparation.built_table = self._steering.built_tables.use(preparation.acts)
                 preparation.acts = None
                 budget -= preparation.built_table.table.read_cost
             if preparation.built_table is not None and budget > 0:

@@ -124,6 +124,8 @@ class Captures:
         """Rows sent raw although an encoding was requested."""
         self.encodings = encodings
         self._rows = ring
+        self.ring_bytes = ring.nbytes
+        """Device memory of the ring."""
         self._row_bytes = ring.shape[1] * ring.dtype.itemsize
         self.row_sender = row_sender
         self.rank = rank
@@ -133,11 +135,6 @@ class Captures:
         self._requests = Requests(self.sets.functions)
         self._pending: _PendingCopy | None = None
         self._cached: _CachedRows | None = None
-
-    @property
-    def ring_bytes(self) -> int:
-        """Device memory of the ring."""
-        return self._rows.nbytes
 
     @property
     def idle(self) -> bool:

@@ -42,15 +42,12 @@ class Bank:
         self.programs = Programs(capacity, width=width, dtype=dtype, device=device)
         slots = capacity.slots + 1
         self._codes = Table(torch.zeros(sites, slots, dtype=torch.int32, device=device), dim=1)
+        self.code_of = self._codes.tensor
+        """[sites, slots] int32: the code of a slot's program at a site; see `Programs`."""
         self.slot_sites: npt.NDArray[np.bool_] = np.zeros((slots, sites), np.bool_)
         """[slots, sites], on the host: whether a slot has a program at a site."""
         self._slots: RefCountedIds[Combination] = RefCountedIds(capacity.slots, "slot")
         self._combinations: dict[int, Combination] = {}
-
-    @property
-    def code_of(self) -> torch.Tensor:
-        """[sites, slots] int32: the code of a slot's program at a site; see `Programs`."""
-        return self._codes.tensor
 
     @property
     def slots_used(self) -> int:

@@ -34,7 +34,9 @@ from rheostat_engine.plan.composition import (
     combine,
     variant_acts,
 )
+from rheostat_engine.plan.plan import EncodedTable, steering_of
 from rheostat_engine.plan.tables import (
+    MAX_PLAN_COST,
     SMALL_PLAN_COST,
     STEP_COST,
     SteeringTable,
@@ -43,6 +45,7 @@ from rheostat_engine.plan.tables import (
 )
 from rheostat_engine.worker.state.id_allocators import BankError, Exhausted
 from rheostat_engine.worker.state.position_functions import Functions, Int32
+from rheostat_engine.worker.state.site_slots import SiteSlots
 from rheostat_engine.worker.steering.bank import Bank
 from rheostat_engine.worker.steering.doses import Measures, Norms
 from rheostat_engine.worker.steering.token_rules import VARIANTS, TokenRules
@@ -110,7 +113,13 @@ class BuiltTables:
     """The built tables in use, and unused ones that are not released yet."""
 
     def __init__(
-        self, bank: Bank, rules: TokenRules, functions: Functions, vectors: Vectors, norms: Norms
+        self,
+        bank: Bank,
+        rules: TokenRules,
+        functions: Functions,
+        site_slots: SiteSlots,
+        vectors: Vectors,
+        norms: Norms,
     ) -> None:
         """There is none.
 
@@ -118,12 +127,14 @@ class BuiltTables:
             bank: slots and programs.
             rules: rules about token ids.
             functions: three columns; see `BuiltTable.function`.
+            site_slots: the sites that a table may name.
             vectors: the worker's vectors; a live view.
             norms: the norms of their rows; a live view.
         """
         self._bank = bank
         self._rules = rules
         self.functions = functions
+        self._site_slots = site_slots
         self._vectors = vectors
         self._norms = norms
         self._used: dict[bytes, BuiltTable] = {}
@@ -140,20 +151,20 @@ class BuiltTables:
         self.built = 0
         """The cost of all that was built since the start."""
 
-    def use(self, digest: bytes, read: Callable[[], SteeringTable]) -> BuiltTable:
+    def use(self, acts: EncodedTable) -> BuiltTable:
         """Adds a use of a table, which may be incomplete; see `build`.
-
-        Args:
-            digest: the digest of the table.
-            read: reads the table if the worker has not built it.
 
         Raises:
             BankError: a vector is missing.
-            ValueError: the bytes are no table.
+            ValueError: the bytes are no table, or it costs too much or names other sites.
         """
+        digest = acts.digest
         built = self._used.get(digest) or self._take_unused(digest)
         if built is None:
-            table = read()
+            table = steering_of(acts)
+            if table.plan_cost > MAX_PLAN_COST:
+                raise ValueError(f"the plan is too fragmented: its cost is over {MAX_PLAN_COST}")
+            self._site_slots.check(table)
             built = BuiltTable(digest, table, Measures(table.acts, self._norms_of(table)))
             built.work = self._build_all(built)
         self._used[digest] = built

@@ -110,19 +110,11 @@ class Programs:
         )
         self._free_steps = list(range(capacity.steps, 0, -1))
         self._entries: dict[Program, _Entry] = {}
-
-    @property
-    def rows(self) -> torch.Tensor:
+        self.rows = self._rows.tensor
         """[rows, W], the model's dtype: rows that are added."""
-        return self._rows.tensor
-
-    @property
-    def directions(self) -> torch.Tensor:
+        self.directions = self._directions.tensor
         """[directions, W] float32: unit vectors."""
-        return self._directions.tensor
-
-    @property
-    def ints(self) -> torch.Tensor:
+        self.ints = self._ints.tensor
         """[steps, INTS] int32.
 
         Kind; row, direction, or index of a sum of rows; next step; whether it is measured;
@@ -136,26 +128,16 @@ class Programs:
         after it, so that the kernel can load four readings at once. `Kind.READ_MEAN` has the
         position at which it reads, and the index of the sum.
         """
-        return self._ints.tensor
-
-    @property
-    def gate_ints(self) -> torch.Tensor:
-        """[gates, rows of `Ints`, MAX_TERMS] int32."""
-        return self._gate_ints.tensor
-
-    @property
-    def gate_floats(self) -> torch.Tensor:
-        """[gates, rows of `Floats`, MAX_TERMS] float32."""
-        return self._gate_floats.tensor
-
-    @property
-    def floats(self) -> torch.Tensor:
+        self.floats = self._floats.tensor
         """[steps, FLOATS] float32.
 
         Low; high; strength; factor of the direction along which a pull moves x; of a readout the
         bias, theta, and the factor of the coordinate along its direction; unused.
         """
-        return self._floats.tensor
+        self.gate_ints = self._gate_ints.tensor
+        """[gates, rows of `Ints`, MAX_TERMS] int32."""
+        self.gate_floats = self._gate_floats.tensor
+        """[gates, rows of `Floats`, MAX_TERMS] float32."""
 
     @property
     def rows_used(self) -> int:

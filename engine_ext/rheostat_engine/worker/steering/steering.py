@@ -13,7 +13,6 @@ if nothing had changed, also if the sample computes earlier positions again.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -23,7 +22,7 @@ import torch
 
 from rheostat_engine.plan.gates import Gate
 from rheostat_engine.plan.plan import EncodedTable, Window, steering_of
-from rheostat_engine.plan.tables import MAX_PLAN_COST, SteeringTable
+from rheostat_engine.plan.tables import MAX_PLAN_COST
 from rheostat_engine.worker.state.id_allocators import BankError, Exhausted
 from rheostat_engine.worker.state.position_functions import (
     Functions,
@@ -119,11 +118,6 @@ class RequestSteering(NamedTuple):
     def plan_cost(self) -> int:
         """The cost of its tables; see `plan.tables`."""
         return sum(use.built_table.table.plan_cost for use in self._uses if use.built_table)
-
-    @property
-    def variants(self) -> Sequence[Int32]:
-        """The variants of all its tables."""
-        return [use.variants for use in self._uses]
 
     @property
     def _uses(self) -> Iterator[Use]:
@@ -237,20 +231,18 @@ class Steering:
         self.bank = bank
         self.rules = rules
         self._doses = doses
-        self._site_slots = site_slots
         self._vectors: dict[bytes, npt.NDArray[np.float32]] = {}
         self._norms: dict[bytes, npt.NDArray[np.float32]] = {}
+        self.vectors: Vectors = MappingProxyType(self._vectors)
+        """The loaded vectors; a live view."""
         self._functions = Functions(columns=3)
-        self.built_tables = BuiltTables(bank, rules, self._functions, self._vectors, self._norms)
+        self.built_tables = BuiltTables(
+            bank, rules, self._functions, site_slots, self._vectors, self._norms
+        )
         self._requests = Requests(self._functions, bases=4)
         self._cached: _CachedInstruction | None = None
         self._variants: dict[int, Int32] = {}
         """By request number: the first variants of all its parts, one after the other."""
-
-    @property
-    def vectors(self) -> Vectors:
-        """The loaded vectors; a live view."""
-        return MappingProxyType(self._vectors)
 
     def load(self, vectors: Vectors, norms: Norms) -> None:
         """Stores vectors and the norms of their rows, by digest."""
@@ -262,10 +254,6 @@ class Steering:
         for digest in digests:
             self._vectors.pop(digest, None)
             self._norms.pop(digest, None)
-
-    def use(self, acts: EncodedTable) -> BuiltTable:
-        """Adds a use of a table; see `BuiltTables.use`."""
-        return self.built_tables.use(acts.digest, partial(self._read, acts))
 
     def set_acts(
         self,
@@ -318,7 +306,8 @@ class Steering:
         plain, table = part.plain.built_table, steering_of(acts)
         if plain is None or len(table.acts) != len(plain.table.acts):
             raise ValueError("the acts with gains are not those of the request")
-        gained, _ = self._take(self.use(acts), None, applied, measured=applied.measured)
+        built = self.built_tables.use(acts)
+        gained, _ = self._take(built, None, applied, measured=applied.measured)
         state = self.gains.acquire(table.gains)
         applied = RequestSteering((*earlier, part._replace(gained=gained, gain_state=state)))
         self._put(number, applied)
@@ -431,38 +420,22 @@ class Steering:
         gate_states = bases[:, _GATE_STATES]
         gated = bool(gate_states.any())
         ruled = np.flatnonzero(rule)
-        if not len(ruled):
-            sites = self.bank.sites_of(slot)
-            return Instruction(slot, dose_slot, rule, False, sites, gate_states, gated, gained)
-        # Under a rule the slot is the number of a combination, whose variants are the request's.
-        wanted = bases[ruled, _VARIANTS] + slot[ruled]
-        names, at, which = np.unique(
-            (numbers[ruled] << 32) + wanted, return_index=True, return_inverse=True
-        )
-        starts = [int(self._variants[n >> 32][n & 0xFFFFFFFF]) for n in names.tolist()]
-        slot[ruled] = np.array(starts)[which]
-        variants = [
-            self.rules.slots[start : start + self.rules.count(number)]
-            for start, number in zip(starts, rule[ruled[at]].tolist(), strict=True)
-        ]
-        plain = np.where(rule == 0, slot, 0)
-        return Instruction(
-            slot,
-            dose_slot,
-            rule,
-            True,
-            self.bank.sites_of(np.concatenate([plain, *variants])),
-            gate_states,
-            gated,
-            gained,
-        )
-
-    def _read(self, acts: EncodedTable) -> SteeringTable:
-        table = steering_of(acts)
-        if table.plan_cost > MAX_PLAN_COST:
-            raise ValueError(f"the plan is too fragmented: its cost is over {MAX_PLAN_COST}")
-        self._site_slots.check(table)
-        return table
+        any_ruled, used = len(ruled) > 0, slot
+        if any_ruled:
+            # Then the slot is the number of a combination, whose variants are the request's.
+            wanted = bases[ruled, _VARIANTS] + slot[ruled]
+            names, at, which = np.unique(
+                (numbers[ruled] << 32) + wanted, return_index=True, return_inverse=True
+            )
+            starts = [int(self._variants[n >> 32][n & 0xFFFFFFFF]) for n in names.tolist()]
+            slot[ruled] = np.array(starts)[which]
+            variants = [
+                self.rules.slots[start : start + self.rules.count(number)]
+                for start, number in zip(starts, rule[ruled[at]].tolist(), strict=True)
+            ]
+            used = np.concatenate([np.where(rule == 0, slot, 0), *variants])
+        sites = self.bank.sites_of(used)
+        return Instruction(slot, dose_slot, rule, any_ruled, sites, gate_states, gated, gained)
 
     def _part(
         self,
@@ -478,18 +451,17 @@ class Steering:
         before, table = last.plain.built_table, steering_of(acts)
         if len(gates) != len(table.gates) or not all(map(Gate.has_shape_of, gates, table.gates)):
             raise ValueError("this is no plan: its gates are not those of its acts")
-        kept = before is not None and (last.gates, before.table.means) == (gates, table.means)
-        if last.gate_state and kept:
-            use, _ = self._take(self.use(acts), None, old, measured=measured)
-            return Part(first, use, gates, last.gate_state)
-        use, gate_state = self._take(self.use(acts), gates, old, measured=measured)
-        return Part(first, use, gates, gate_state)
+        same = before is not None and (last.gates, before.table.means) == (gates, table.means)
+        kept = last.gate_state if same else 0
+        built = self.built_tables.use(acts)
+        use, taken = self._take(built, None if kept else gates, old, measured=measured)
+        return Part(first, use, gates, kept or taken)
 
     def _windowed_use(self, acts: EncodedTable | None, before: Sequence[Part]) -> Use:
         """Takes the resources of acts with a window; `before` are the parts before them."""
         if acts is None:
             return _NOTHING
-        built_table = self.use(acts)
+        built_table = self.built_tables.use(acts)
         if built_table.windowed:  # it was built and checked for an earlier request
             return Use(built_table, None, _NO_VARIANTS)
         old = RequestSteering(tuple(before))
@@ -558,22 +530,24 @@ class Steering:
 
     def _put(self, number: int, applied: RequestSteering) -> None:
         segments = [Segment(0, 0, (0, 0, 0, 0))]
-        variants = 0
+        variants: list[Int32] = []
+        count = 0
         for part in applied.parts:
             while segments and segments[-1].first >= part.first:
                 segments.pop()
             tables = []
             for use in part.uses:
                 start = use.dose_slots.start if use.dose_slots is not None else 0
-                tables.append(GainedTable(use.function, start, variants))
-                variants += len(use.variants)
+                tables.append(GainedTable(use.function, start, count))
+                variants.append(use.variants)
+                count += len(use.variants)
             plain, *gained = tables
             for table in gained:
                 self.gains.set_table(part.gain_state, table)
             states = part.gate_state, part.gain_state
             segments.append(Segment(part.first, plain.function, (*plain[1:], *states)))
-        if variants:
-            self._variants[number] = np.concatenate(applied.variants)
+        if count:
+            self._variants[number] = np.concatenate(variants)
         if any(segment.function or segment.bases[_GATE_STATES] for segment in segments):
             self._requests.put(number, segments)
         else:

@@ -32,6 +32,8 @@ class TokenRules:
             device: of the tables.
         """
         self._bits = Table(torch.zeros(rules + 1, vocabulary, dtype=torch.uint8, device=device))
+        self.bits = self._bits.tensor
+        """[rules, vocabulary] uint8: bit i says whether a token id is in set i of a rule."""
         self._numbers: RefCountedIds[tuple[bytes, ...]] = RefCountedIds(
             rules, "rule about token ids"
         )
@@ -39,6 +41,8 @@ class TokenRules:
         self._variants = Table(
             torch.zeros(intervals, VARIANTS, 2, dtype=torch.int32, device=device)
         )
+        self.variants = self._variants.tensor.view(-1, 2)
+        """[variants, 2] int32: slot and dose slot."""
         self.slots: Int32 = np.zeros(intervals * VARIANTS, np.int32)
         """[variants], on the host: slot."""
         self._sizes: Int32 = np.ones(rules + 1, np.int32)
@@ -51,16 +55,6 @@ class TokenRules:
     def free_intervals(self) -> int:
         """Intervals that may still follow a rule."""
         return len(self._free)
-
-    @property
-    def bits(self) -> torch.Tensor:
-        """[rules, vocabulary] uint8: bit i says whether a token id is in set i of a rule."""
-        return self._bits.tensor
-
-    @property
-    def variants(self) -> torch.Tensor:
-        """[variants, 2] int32: slot and dose slot."""
-        return self._variants.tensor.view(-1, 2)
 
     def count(self, rule: int) -> int:
         """The number of variants of an interval under a rule."""

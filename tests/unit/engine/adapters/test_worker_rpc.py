@@ -20,7 +20,7 @@ from rheostat_engine.adapters.worker_rpc import SiteRpc
 from rheostat_engine.plan.plan import EncodedTable, Window, steering_of
 from rheostat_engine.plan.tables import SteeringTable
 from rheostat_engine.sites.block_layout import SiteError
-from rheostat_engine.worker.steering import steering
+from rheostat_engine.worker.steering import built_tables
 
 from ..cpu_worker import NOTHING, Worker, stream_at
 from ..strategies import EVERYWHERE, SITES, ablate, add
@@ -233,7 +233,7 @@ def test_each_call_that_prepares_a_plan_does_a_bounded_part(monkeypatch) -> None
         tables.append(acts)
         return steering_of(acts)
 
-    monkeypatch.setattr(steering, "steering_of", reading)
+    monkeypatch.setattr(built_tables, "steering_of", reading)
     acts = tuple(add(*range(SITES), scale=1.0 + n, where=((n, n + 1),)) for n in range(24))
     captures = tuple(Capture((n,), ((n, 30 - n),)) for n in range(SITES))
     plan = Plan("r", acts, captures)

@@ -26,7 +26,7 @@ from rheostat_engine.channel.worker_channel import EventMerger
 from rheostat_engine.plan import gates
 from rheostat_engine.plan.composition import MAX_STEPS
 from rheostat_engine.worker.capture import capture_sets
-from rheostat_engine.worker.steering import steering
+from rheostat_engine.worker.steering import built_tables
 
 from ..cpu_worker import NOTHING, Worker, stream_at
 from ..schedules import Schedule, check_events, check_stream, drawn_plans
@@ -422,7 +422,7 @@ def test_rows_that_the_server_is_too_slow_for_are_lost_counted_and_logged_once_i
 def test_a_plan_that_would_hold_up_a_step_is_refused(
     part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(steering, "MAX_PLAN_COST", 30)
+    monkeypatch.setattr(built_tables, "MAX_PLAN_COST", 30)
     monkeypatch.setattr(capture_sets, "MAX_CAPTURE_COST", 30)
     worker = Worker()
     nested = [((i, 90 - i),) for i in range(40)]

@@ -367,7 +367,7 @@ def test_a_table_is_put_together_in_slices(
     monkeypatch.setattr(built_tables, "_ROW_BYTES", 4 * WIDTH * 20)
     worker, whole = (Worker(capacity(slots=200, bank_rows=600)) for _ in range(2))
     encoded = acts(*many)
-    one = worker.steering.use(encoded)
+    one = worker.steering.built_tables.use(encoded)
     costs = []
     while one.work is not None:
         costs.append(worker.steering.built_tables.build(one, 30))
@@ -388,7 +388,9 @@ def test_a_table_is_put_together_in_slices(
 def test_wide_rows_are_made_in_smaller_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(built_tables, "_ROW_BYTES", 4 * WIDTH * 5)
     worker = Worker(capacity(slots=200, bank_rows=600))
-    one = worker.steering.use(acts(*[add(n % SITES, scale=1.0 + n) for n in range(40)]))
+    one = worker.steering.built_tables.use(
+        acts(*[add(n % SITES, scale=1.0 + n) for n in range(40)])
+    )
     while one.work is not None:
         assert worker.steering.built_tables.build(one, 1000) <= 2 * 8
 
@@ -405,7 +407,7 @@ def test_the_directions_of_one_site_are_made_in_slices(monkeypatch: pytest.Monke
     monkeypatch.setattr(built_tables, "_ROW_BYTES", 4 * WIDTH * 3)
     worker, whole = Worker(), Worker()
     encoded = acts(subspace(2 * ROWS, 1, 4))
-    one = worker.steering.use(encoded)
+    one = worker.steering.built_tables.use(encoded)
     costs = []
     while one.work is not None:
         costs.append(worker.steering.built_tables.build(one, 1))
@@ -425,7 +427,7 @@ def test_directions_whose_table_is_let_go_of_early_are_given_back(
 ) -> None:
     monkeypatch.setattr(built_tables, "_ROW_BYTES", 4 * WIDTH * 3)
     worker = Worker()
-    one = worker.steering.use(acts(subspace(2 * ROWS, 1)))
+    one = worker.steering.built_tables.use(acts(subspace(2 * ROWS, 1)))
     for _ in range(slices):
         worker.steering.built_tables.build(one, 1)
     worker.steering.built_tables.release(one)
@@ -443,7 +445,7 @@ def test_directions_that_find_no_room_are_given_back(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("slices", range(6))
 def test_a_table_that_is_let_go_of_before_it_is_complete_leaves_nothing(slices: int) -> None:
     worker = Worker()
-    one = worker.steering.use(acts(*MANY, *[add(*range(SITES), scale=9.0)] * 3))
+    one = worker.steering.built_tables.use(acts(*MANY, *[add(*range(SITES), scale=9.0)] * 3))
     for _ in range(slices):
         worker.steering.built_tables.build(one, 1)
     worker.steering.built_tables.release(one)
@@ -491,5 +493,7 @@ def test_a_plan_too_large_to_be_measured_is_in_force_and_says_so() -> None:
 def test_a_request_whose_vectors_are_not_there_is_refused_and_others_are_not() -> None:
     worker = Worker()
     with pytest.raises(BankError, match=f"^vector {UNKNOWN.hex()} is not in the worker$"):
-        worker.steering.use(acts(add(0, digest=UNKNOWN)))
-    worker.steering.use(acts(add(0, scale=0.0, digest=UNKNOWN), add(1, digest=UNKNOWN, where=())))
+        worker.steering.built_tables.use(acts(add(0, digest=UNKNOWN)))
+    worker.steering.built_tables.use(
+        acts(add(0, scale=0.0, digest=UNKNOWN), add(1, digest=UNKNOWN, where=()))
+    )
