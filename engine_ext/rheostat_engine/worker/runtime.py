@@ -389,7 +389,8 @@ class SiteRuntime:
         """Records repeated steps, before anything reads their progress or changes what they do."""
         repeats, self._repeats = self._repeats, None
         if repeats is not None and repeats.steps:
-            self._progress.repeat(repeats.numbers, repeats.end, repeats.steps)
+            start, end = repeats.end - repeats.steps, repeats.end
+            self._progress.advance(repeats.numbers, start, end, repeated=True)
             self._tokens.forget()
 
     def _write(self, steered: Instruction, copies: StepCopies | None, batch: Batch) -> None:

@@ -34,7 +34,7 @@ from rheostat_engine.plan.plan import SignalsWait
 from rheostat_engine.worker.capture.request_progress import RequestProgress
 from rheostat_engine.worker.state.buffers import GateBuffers
 from rheostat_engine.worker.state.device_table import to_device
-from rheostat_engine.worker.state.position_functions import Int64
+from rheostat_engine.worker.state.position_functions import Int64, int64_bytes
 from rheostat_engine.worker.transport.row_sender import RowSender
 
 _KEPT_FREE = 8
@@ -224,15 +224,10 @@ class StepSignals:
         last = self._last
         if last is None:  # no request wants signals
             return
-        waiting = self._waiting
-        if waiting is not None:  # the last step is its last one
-            self._add(waiting, last)
-            return
-        pending = last._replace(starts=last.starts + self._later)
-        if pending.most_steps > 1:
-            self._add(self._wait(pending), pending)
+        if self._waiting is not None:  # the last step is its last one
+            self._add(self._waiting, last)
         else:
-            self._send(pending, self._gathered(pending))
+            self._send_or_wait(last._replace(starts=last.starts + self._later))
 
     def end(self) -> None:
         """Sends the signals of the step, or adds them to the waiting ones.
@@ -246,15 +241,14 @@ class StepSignals:
         waits = pending.most_steps > 1
         if self._waiting is not None and not (waits and self._waiting.continues(pending)):
             self._send_waiting()
-        if waits:
-            self._add(self._waiting or self._wait(pending), pending)
+        self._send_or_wait(pending)
+
+    def _send_or_wait(self, pending: _Pending) -> None:
+        if pending.most_steps > 1:
+            self._waiting = self._waiting or _Waiting(pending, self._gates.readings)
+            self._add(self._waiting, pending)
         else:
             self._send(pending, self._gathered(pending))
-
-    def _wait(self, pending: _Pending) -> _Waiting:
-        """From this step on, signals wait."""
-        self._waiting = _Waiting(pending, self._gates.readings)
-        return self._waiting
 
     def _add(self, waiting: _Waiting, pending: _Pending) -> None:
         """Adds the signals of the step to those that wait, and sends them if they are enough."""
@@ -301,12 +295,12 @@ class StepSignals:
                 rank=self._rank,
                 readings=pending.readings,
                 gates=pending.gates,
-                number=_int64(pending.numbers),
+                number=int64_bytes(pending.numbers),
                 start=b"",
-                count=_int64(steps * pending.counts),
+                count=int64_bytes(steps * pending.counts),
             )
             self._labels = labels = _Labels(pending.numbers, steps, head)
-        head = msgspec.structs.replace(labels.head, start=_int64(pending.starts))
+        head = msgspec.structs.replace(labels.head, start=int64_bytes(pending.starts))
         self._row_sender.send_signals(head, values)
 
     def _tokens(self, firsts: Int64, counts: Int64) -> slice | torch.Tensor:
@@ -318,7 +312,3 @@ class StepSignals:
         before = np.cumsum(counts) - counts
         indices = np.repeat(firsts - before, counts) + np.arange(total)
         return to_device(torch.from_numpy(indices), self._gates.readings.device)
-
-
-def _int64(values: npt.NDArray[np.integer]) -> bytes:
-    return values.astype("<i8", copy=False).tobytes()

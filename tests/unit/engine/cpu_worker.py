@@ -31,7 +31,7 @@ from rheostat_engine.worker.steering.gate_states import GateStates
 from rheostat_engine.worker.steering.steering import Steering
 from rheostat_engine.worker.steering.token_rules import TokenRules
 from rheostat_engine.worker.step_tokens import Batch
-from rheostat_engine.worker.transport.event_sender import Frame
+from rheostat_engine.worker.transport.event_sender import Fence, Frame
 from rheostat_engine.worker.transport.row_encodings import RowEncodings
 from rheostat_engine.worker.transport.row_sender import Group, PacedCopies, pack, packed_bytes
 from rheostat_engine.worker.transport.staging_area import StagingArea
@@ -75,11 +75,15 @@ class RowSender:
                 self.numbers.add(head.number)
             self.events += self._merger.feed(decode_head(encode_head(head)))
 
-    def send_rows(self, head: RowsHead, rows: torch.Tensor, groups: Sequence[Group]) -> None:
+    def send_rows(self, head: RowsHead, rows: torch.Tensor, groups: Sequence[Group]) -> Fence:
         payload = torch.empty(packed_bytes(rows, groups), dtype=torch.uint8)
         pack(rows, groups, payload, scratch=self.scratch, copies=PacedCopies(None, 2))
         self.left_bytes += payload.nbytes
         self.events += self._merger.feed(decode_head(encode_head(head)), payload.numpy().data)
+        return self
+
+    def synchronize(self) -> None:
+        """Rows leave at once."""
 
     def send_signals(self, head: SignalsHead, values: torch.Tensor) -> None:
         payload = values.numpy().tobytes()

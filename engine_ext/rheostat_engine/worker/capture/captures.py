@@ -7,7 +7,6 @@ that do not fit into the ring are counted as lost.
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
@@ -29,7 +28,7 @@ from rheostat_engine.worker.capture.ring import (
     lay_out,
 )
 from rheostat_engine.worker.capture.site_sets import SiteSets
-from rheostat_engine.worker.state.position_functions import Int64, Requests
+from rheostat_engine.worker.state.position_functions import Int64, Requests, int64_bytes
 from rheostat_engine.worker.state.site_slots import SiteSlots
 from rheostat_engine.worker.transport.row_encodings import REFUSED, RowEncodings
 from rheostat_engine.worker.transport.row_sender import Group, RowSender
@@ -38,13 +37,6 @@ _LOG = logging.getLogger(__name__)
 
 _LOG_INTERVAL = 60.0
 """Seconds between two warnings about lost rows."""
-
-
-@dataclass(frozen=True)
-class _PendingCopy:
-    region: Region
-    head: RowsHead
-    groups: Sequence[Group]
 
 
 class StepCopies(NamedTuple):
@@ -88,7 +80,7 @@ class _StepRows(NamedTuple):
     def one_later(self) -> "_StepRows":
         """The rows of a step in which each position is one higher."""
         starts = self.starts + 1
-        head = msgspec.structs.replace(self.head, start=_int64(starts))
+        head = msgspec.structs.replace(self.head, start=int64_bytes(starts))
         return self._replace(head=head, starts=starts)
 
 
@@ -133,7 +125,8 @@ class Captures:
         self._site_sets = SiteSets(site_slots.numbers, encodings)
         self.sets = CaptureSets(self._site_sets, encodings, site_slots, present)
         self._requests = Requests(self.sets.functions)
-        self._pending: _PendingCopy | None = None
+        self._pending: tuple[Region, _StepRows] | None = None
+        """The rows of the current step, and their region of the ring."""
         self._cached: _CachedRows | None = None
 
     @property
@@ -210,14 +203,16 @@ class Captures:
             self._cached = _CachedRows(rows, cached.steps - 1, cached.changes)
         else:
             rows = self._select(numbers, positions, progress)
-            if repeated and not (positions < progress.computed_end[numbers]).any():
-                self._cached = self._rows_to_cache(rows, numbers, positions)
+            complete = rows is None or rows.complete
+            if repeated and complete and not (positions < progress.computed_end[numbers]).any():
+                steps = self._requests.steps_alike(numbers, positions)
+                self._cached = _CachedRows(rows, steps, self._requests.changes)
         if rows is None or not rows.total:
             return None
         self.captured_rows += rows.total
         self.plain_rows += rows.plain
         region = self._ring.reserve(rows.total)
-        self._pending = _PendingCopy(region, rows.head, rows.groups)
+        self._pending = region, rows
         return rows.copies._replace(first_row=region.start)
 
     def _is_valid(self, cached: _CachedRows) -> bool:
@@ -225,15 +220,6 @@ class Captures:
         if not cached.steps or cached.changes != self._requests.changes:
             return False
         return cached.rows is None or cached.rows.total <= self._free_rows()
-
-    def _rows_to_cache(
-        self, rows: _StepRows | None, numbers: Int64, positions: Int64
-    ) -> _CachedRows | None:
-        """The rows of the current step for the cache; None if some did not fit and are lost."""
-        if rows is not None and not rows.complete:
-            return None
-        steps = self._requests.steps_alike(numbers, positions)
-        return _CachedRows(rows, steps, self._requests.changes)
 
     def _select(
         self, numbers: Int64, positions: Int64, progress: RequestProgress
@@ -258,11 +244,10 @@ class Captures:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        start, end = pending.region
-        rows = self._rows.narrow(0, start, end - start)
-        fence = self.row_sender.send_rows(pending.head, rows, pending.groups)
-        if fence is not None:
-            self._ring.set_fence(pending.region, fence)
+        region, rows = pending
+        contents = self._rows[region.start : region.end]
+        fence = self.row_sender.send_rows(rows.head, contents, rows.groups)
+        self._ring.set_fence(region, fence)
 
     def _report_lost(self, rows: int) -> None:
         """Counts rows that are lost, and logs why, but not in every step while memory is full."""
@@ -300,10 +285,10 @@ class Captures:
             dtype=str(self._rows.dtype).removeprefix("torch."),
             width=self._rows.shape[1],
             site_sets=[self._site_sets.sites_of(*divmod(kind, count)) for kind in kinds.tolist()],
-            number=_int64(blocks.request[block]),
-            which=_int64(which),
-            start=_int64(starts),
-            count=_int64(blocks.count[block]),
+            number=int64_bytes(blocks.request[block]),
+            which=int64_bytes(which),
+            start=int64_bytes(starts),
+            count=int64_bytes(blocks.count[block]),
             encodings=[
                 (RAW_KEY, self._row_bytes)
                 if group.encoding is None
@@ -322,7 +307,3 @@ def _distinct(values: Int64) -> tuple[Int64, Int64]:
         return values[:1], np.zeros(len(values), np.int64)
     distinct, inverse = np.unique(values, return_inverse=True)
     return distinct, inverse
-
-
-def _int64(values: npt.NDArray[np.integer]) -> bytes:
-    return values.astype("<i8").tobytes()

@@ -68,27 +68,15 @@ class RequestProgress:
         self._lost.pop(number, None)
 
     def advance(self, numbers: Int64, start: Int64, end: Int64, *, repeated: bool = False) -> None:
-        """Records that the requests compute positions [start, end) in this step.
+        """Records that the requests compute positions [start, end), in one or several steps.
 
-        `repeated`: see `StepTokens`. Such a step computes no position before the last step's.
+        `repeated`: see `StepTokens`. Such steps compute no position before the last step's.
         """
         if not repeated:
             self.computed_start[numbers] = np.minimum(self.computed_start[numbers], start)
         self.computed_end[numbers] = np.maximum(self.computed_end[numbers], end)
         self.computed_end[0] = 0
         self.computed_tokens[numbers] += end - start
-
-    def repeat(self, numbers: Int64, end: Int64, steps: int) -> None:
-        """Records steps that repeat the last one.
-
-        Args:
-            numbers: [r]: the requests.
-            end: [r]: one past the last position that each computed.
-            steps: the number of steps.
-        """
-        self.computed_end[numbers] = np.maximum(self.computed_end[numbers], end)
-        self.computed_end[0] = 0
-        self.computed_tokens[numbers] += steps
 
     def count_lost(
         self, blocks: RowBlocks, lost: npt.NDArray[np.bool_], site_set_ranks: npt.NDArray[np.int32]

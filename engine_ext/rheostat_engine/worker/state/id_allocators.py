@@ -51,11 +51,6 @@ class RefCountedIds(Generic[K]):
     def __contains__(self, content: K) -> bool:
         return content in self._entries
 
-    def number(self, content: K) -> int:
-        """The id of content; 0 if it has none."""
-        entry = self._entries.get(content)
-        return 0 if entry is None else entry.number
-
     def take(self, content: K) -> Taken:
         """Adds a use of content; returns its id.
 

@@ -28,6 +28,11 @@ _SMALLEST = 1024
 """Intervals for which memory is allocated initially."""
 
 
+def int64_bytes(values: npt.NDArray[np.integer]) -> bytes:
+    """An array as little-endian int64."""
+    return values.astype("<i8", copy=False).tobytes()
+
+
 class Functions:
     """Functions by number. Function 0 is zero at every position."""
 

@@ -30,6 +30,7 @@ import torch
 
 from rheostat_engine.channel.events import Head, RowsHead, SignalsHead
 from rheostat_engine.channel.staging import StagingRange, aligned
+from rheostat_engine.worker.state.device_table import recorded_event
 from rheostat_engine.worker.transport.event_sender import EventSender, Fence, Frame
 from rheostat_engine.worker.transport.row_encodings import RowEncoder
 from rheostat_engine.worker.transport.staging_area import StagingArea
@@ -178,6 +179,7 @@ class RowSender:
         self.kept_free = 0
         """Bytes of the staging area that captured rows leave free."""
         self._event_sender = event_sender
+        self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copies = PacedCopies(self._stream, in_flight)
         self._queue: queue.SimpleQueue[Frame | _PendingRows | None] = queue.SimpleQueue()
@@ -211,7 +213,9 @@ class RowSender:
         else:
             self._put(frame)
 
-    def send_rows(self, head: RowsHead, rows: torch.Tensor, groups: Sequence[Group]) -> Fence:
+    def send_rows(
+        self, head: RowsHead | SignalsHead, rows: torch.Tensor, groups: Sequence[Group]
+    ) -> Fence:
         """Queues rows, [n, W], which the current stream's launched work writes.
 
         Args:
@@ -222,7 +226,10 @@ class RowSender:
         Returns:
             A fence after which the rows were copied off the device.
         """
-        return self._enqueue(head, rows, groups)
+        pending = _PendingRows(head, rows, groups, recorded_event(self._device))
+        self._count(pending.bytes)
+        self._put(pending)
+        return pending
 
     def send_signals(self, head: SignalsHead, values: torch.Tensor) -> None:
         """Queues signals, [n, columns] float32, which the current stream's launched work writes.
@@ -236,28 +243,18 @@ class RowSender:
             return
         if self._stream is not None:
             values.record_stream(self._stream)
-        self._enqueue(head, values, [Group(None, len(values))])
+        self.send_rows(head, values, [Group(None, len(values))])
 
     def _copy_signals(self, head: SignalsHead, values: torch.Tensor) -> Frame:
         """Launches the copy of a few signals on the current stream; returns their frame."""
-        size = values.nbytes
         try:
-            with self._lock:
-                staging_range = self.area.reserve(size)
-            if staging_range is None:
-                raise _StagingFull(f"{size} bytes of signals do not fit into the staging memory")
-            try:
-                copy_at_once(self.area[staging_range], values)
-            except BaseException:
-                with self._lock:
-                    self.area.ranges.give_back(staging_range)
-                raise
+            staging_range = self._fill(values.nbytes, 0, lambda to: copy_at_once(to, values))
             head = msgspec.structs.replace(head, staging_range=staging_range)
             copied = self._fence(None)
         except Exception:  # as in `_copy_rows`
             self._log_failure(_NOT_COPIED)
             return Frame(head.without_rows)
-        self.left_bytes += size
+        self.left_bytes += values.nbytes
         return Frame(head, copied, (head.without_rows,))
 
     @property
@@ -273,18 +270,6 @@ class RowSender:
     def _put(self, queued: Frame | _PendingRows) -> None:
         self._queued += 1
         self._queue.put(queued)
-
-    def _enqueue(
-        self, head: RowsHead | SignalsHead, rows: torch.Tensor, groups: Sequence[Group]
-    ) -> _PendingRows:
-        written = None
-        if self._stream is not None:
-            written = torch.cuda.Event()
-            written.record()
-        pending = _PendingRows(head, rows, groups, written)
-        self._count(pending.bytes)
-        self._put(pending)
-        return pending
 
     def send_measured(
         self,
@@ -389,24 +374,34 @@ class RowSender:
             )
 
     def _pack(self, pending: _PendingRows, groups: Sequence[Group]) -> StagingRange:
-        """Reserves a range and launches the copies into it.
+        """Reserves a range and launches the copies of rows into it."""
+        rows, scratch, copies = pending.rows, self.scratch, self._copies
+        return self._fill(
+            packed_bytes(rows, groups),
+            pending.bytes,
+            lambda target: pack(rows, groups, target, scratch=scratch, copies=copies),
+        )
 
-        From the reservation on, the area counts the rows, so they no longer count as pending. Paced
-        copies take a while to launch, and rows of later steps would find no space meanwhile.
+    def _fill(
+        self, size: int, pending: int, launch: Callable[[torch.Tensor], None]
+    ) -> StagingRange:
+        """Reserves a range of `size` bytes, and calls `launch` to launch the copies into it.
+
+        From the reservation on, the area counts the rows, so they no longer count as `pending`
+        bytes. Paced copies take a while to launch, and rows of later steps would find no space
+        meanwhile.
         """
-        size = packed_bytes(pending.rows, groups)
         with self._lock:
             staging_range = self.area.reserve(size)
             if staging_range is None:
-                raise _StagingFull(f"{size} bytes of rows do not fit into the free staging memory")
-            self._pending_bytes -= pending.bytes
-        target = self.area[staging_range]
+                raise _StagingFull(f"{size} bytes do not fit into the free staging memory")
+            self._pending_bytes -= pending
         try:
-            pack(pending.rows, groups, target, scratch=self.scratch, copies=self._copies)
+            launch(self.area[staging_range])
         except BaseException:
             with self._lock:
                 self.area.ranges.give_back(staging_range)
-                self._pending_bytes += pending.bytes
+                self._pending_bytes += pending
             raise
         return staging_range
 
