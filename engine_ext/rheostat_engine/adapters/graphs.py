@@ -63,9 +63,9 @@ class _SetGraphLimits:
 
     def try_take(self) -> bool:
         """Whether a set graph may be made now. True at most once in a step."""
-        if self._stopped or self._last_step == self.active.steps:
+        if self._stopped or self._last_step == self.active.steps["active"]:
             return False
-        self._last_step = self.active.steps
+        self._last_step = self.active.steps["active"]
         return True
 
     def stop(self) -> None:

@@ -68,8 +68,6 @@ class _Request:
     captures: RequestCaptures
     signals_wait: SignalsWait
     """See `Plan.signals_wait`."""
-    signals: bool = False
-    """Whether it wants signals."""
 
 
 class _Written(NamedTuple):
@@ -114,7 +112,6 @@ class SiteRuntime:
         self.buffers = buffers
         self.steering = steering
         self.captures = captures
-        self.steps: dict[str, int] = {"plain": 0, "active": 0}
         self._expander = expander
         self._row_sender = row_sender
         self._rank = rank
@@ -212,7 +209,7 @@ class SiteRuntime:
         except (BankError, ValueError) as error:
             return UpdateResult(first, str(error))
         request.steering = steering
-        self._put_signals(request)
+        self._signals.put(number, *steering.signal_columns, wait=request.signals_wait)
         return UpdateResult(first, "")
 
     def set_gains(self, updates: Sequence[GainsUpdate]) -> None:
@@ -278,8 +275,7 @@ class SiteRuntime:
         self._controlled.pop(number, None)
         gains = self.controllers.remove(number, int(self._progress.computed_end[number]))
         self.steering.remove(number, request.steering)
-        if request.signals:
-            self._signals.put(number, 0, 0)
+        self._signals.put(number, 0, 0)
         rows = None
         if self.captures is not None and not request.captures.unused:
             rows = self.captures.drop(number, request.captures, self._progress.span(number))
@@ -331,7 +327,6 @@ class SiteRuntime:
         if self._repeats is not None:
             self._repeating = not self.decisions.asked and self._repeats.repeat(batch)
             if self._repeating:  # the device still has all instructions
-                self.steps["active"] += 1
                 self.buffers.active.set(self._repeats.mask)
                 self._signals.repeat()
                 return
@@ -343,7 +338,7 @@ class SiteRuntime:
         if numbers is None or not self._any_number:
             self._gated = None
             self._apply_decisions()
-            self._begin_plain()
+            self.buffers.active.set_none()
             return
         scheduled = batch.scheduled.astype(np.int64)
         computed = batch.computed.astype(np.int64)
@@ -409,9 +404,8 @@ class SiteRuntime:
             written = _Written(steered, base, batch.padded_tokens, mask, bool(mask.any()))
             self._written = written
         if not written.active:
-            self._begin_plain()
+            self.buffers.active.set_none()
             return
-        self.steps["active"] += 1
         first_row = 0 if copies is None else copies.first_row
         if again:
             self._expander.write_again(first_row, batch.input_ids)
@@ -424,10 +418,6 @@ class SiteRuntime:
                 row[: len(column)] = column
             self._expander.write(padded, base, first_row, batch.input_ids)
         self.buffers.active.set(written.mask)
-
-    def _begin_plain(self) -> None:
-        self.steps["plain"] += 1
-        self.buffers.active.set_none()
 
     def end(self) -> None:
         """Deactivates all sites and sends captured rows, once the forward pass was launched."""
@@ -529,7 +519,7 @@ class SiteRuntime:
             raise
         self._progress.start(number, cached_tokens_recomputed)
         request = _Request(plan.request_id, number, steering, captured, plan.signals_wait)
-        self._put_signals(request)
+        self._signals.put(number, *steering.signal_columns, wait=plan.signals_wait)
         self._requests[request_id] = request
         self._ids[request.name] = request_id
         self._last_ids = ()
@@ -540,14 +530,6 @@ class SiteRuntime:
             if reason is not None:
                 self._send_disabled(number, control.name, reason, control.first)
         return request
-
-    def _put_signals(self, request: _Request) -> None:
-        """Sets the signals that a request wants. A free number wants none."""
-        columns = request.steering.signal_columns
-        wants = any(columns)
-        if wants or request.signals:
-            self._signals.put(request.number, *columns, wait=request.signals_wait)
-        request.signals = wants
 
     def _apply_decisions(self) -> None:
         """Applies what controllers decided about the last step, before the next begins."""

@@ -129,8 +129,8 @@ class StepSignals:
         """By request number: how many columns of readings and of gates the request wants."""
         self._waits: npt.NDArray[np.int8] = np.zeros(1, np.int8)
         """By request number: the request's `SignalsWait`."""
-        self._count = 0
-        """Number of requests that want signals."""
+        self._wanting: set[int] = set()
+        """The numbers of the requests that want signals."""
         self._pending: _Pending | None = None
         self._last: _Pending | None = None
         """The signals of the last step, for a step that repeats it. None if a request that wants
@@ -143,31 +143,32 @@ class StepSignals:
     @property
     def repeatable(self) -> bool:
         """Whether `repeat` may prepare a step that repeats the last one."""
-        return self._last is not None or not self._count
+        return self._last is not None or not self._wanting
 
     def put(
         self, number: int, readings: int, gates: int, *, wait: SignalsWait = SignalsWait.NEVER
     ) -> None:
         """Sets how many columns of readings and of gates a request wants; 0 and 0: no signals.
 
-        Sends the signals that wait, so that they precede the end of a request. `wait`: how long the
-        request's signals may wait.
+        Sends the signals that wait, so that they precede the end of a request that wanted signals.
+        `wait`: how long the request's signals may wait.
         """
-        if self._row_sender is None:
+        wants = readings > 0 or gates > 0
+        if self._row_sender is None or not (wants or number in self._wanting):
             return
         self._last = None
         self._send_waiting()
         if number >= len(self._columns):
-            if not readings and not gates:
-                return
             grow = max(number + 1 - len(self._columns), len(self._columns))
             self._columns = np.pad(self._columns, ((0, grow), (0, 0)))
             self._waits = np.pad(self._waits, (0, grow))
-        self._count += bool(readings or gates) - bool(self._columns[number].any())
+        self._wanting.discard(number)
+        if wants:
+            self._wanting.add(number)
         self._columns[number] = readings, gates
         self._waits[number] = wait
         area = self._row_sender.area
-        self._row_sender.kept_free = area.size // _KEPT_FREE if self._count else 0
+        self._row_sender.kept_free = area.size // _KEPT_FREE if self._wanting else 0
 
     def begin(
         self,
@@ -187,7 +188,7 @@ class StepSignals:
             progress: the progress before this step.
             repeated: see `StepTokens`.
         """
-        if not self._count:
+        if not self._wanting:
             return False
         last, self._last = self._last, None
         later, self._later = self._later, 0

@@ -14,8 +14,8 @@ class ActiveSites:
     def __init__(self, sites: int) -> None:
         self.in_step = False
         """Whether a step runs. Outside of steps no site is active."""
-        self.steps = 0
-        """Steps with active sites since the start."""
+        self.steps = {"plain": 0, "active": 0}
+        """Steps without and with active sites since the start."""
         self._none = np.zeros(sites, np.bool_)
         self.mask: npt.NDArray[np.bool_] = self._none
         """[sites]."""
@@ -32,7 +32,7 @@ class ActiveSites:
     def set(self, mask: npt.NDArray[np.bool_]) -> None:
         """Begins a step in which exactly the sites of `mask`, which must not change, are active."""
         self.in_step = True
-        self.steps += 1
+        self.steps["active"] += 1
         if mask is not self._last_mask:
             self._last_mask, self._last_key = mask, mask.tobytes() if mask.any() else None
         self.mask, self.key = mask, self._last_key
@@ -41,6 +41,7 @@ class ActiveSites:
         """Begins a step in which no site is active."""
         self.clear()
         self.in_step = True
+        self.steps["plain"] += 1
 
     def clear(self) -> None:
         """Ends the step."""

@@ -139,17 +139,17 @@ def test_a_step_in_which_nothing_happens_is_plain() -> None:
     for start in range(0, 6, 2):
         worker.step([("a", start, 2), ("b", start, 2)])
     worker.step([("b", 6, 1)])
-    assert worker.runtime.steps == {"plain": 3, "active": 2}
+    assert worker.buffers.active.steps == {"plain": 3, "active": 2}
 
 
 def test_a_step_that_acts_on_sites_of_other_ranks_alone_is_plain() -> None:
     worker = Worker(sites=frozenset({0, 1, 2}))
     worker.add_request("a", steer(add(3)))
     worker.step([("a", 0, 2)])
-    assert worker.runtime.steps == {"plain": 1, "active": 0}
+    assert worker.buffers.active.steps == {"plain": 1, "active": 0}
     worker.add_request("b", Plan("s", (add(1), add(3))))
     worker.step([("a", 2, 1), ("b", 0, 2)])
-    assert worker.runtime.steps == {"plain": 1, "active": 1}
+    assert worker.buffers.active.steps == {"plain": 1, "active": 1}
     assert np.array_equal(worker.streams["b", 0, 3], stream_at("b", 0, 3))
     assert not np.array_equal(worker.streams["b", 0, 1], stream_at("b", 0, 1))
 

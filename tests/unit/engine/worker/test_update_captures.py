@@ -174,7 +174,7 @@ def test_what_nobody_wants_any_more_is_not_copied() -> None:
     worker.step([("v", 4, 2)])
     assert {position for _, position in rows_of(worker.row_sender.events)} == {2, 3}
     assert worker.captures.captured_rows == 2 * SITES
-    assert worker.runtime.steps == {"plain": 2, "active": 1}
+    assert worker.buffers.active.steps == {"plain": 2, "active": 1}
 
 
 @given(WIRES)
