@@ -26,16 +26,10 @@ class Expander:
         self._packed = torch.zeros(COLUMNS * tokens, dtype=torch.int32, device=self._device)
         self._last: Instructions | None = None
 
-    def write(
-        self,
-        columns: npt.NDArray[np.int32],
-        base: npt.NDArray[np.int32] | None,
-        first_row: int,
-        ids: torch.Tensor,
-    ) -> None:
-        """Writes a step's instructions to the buffers; arguments as in `instructions`."""
-        self._last = self.instructions(columns, base, first_row, ids)
-        self._expand(self._last)
+    def write(self, step: Instructions) -> None:
+        """Writes the buffers."""
+        self._last = step
+        self._expand(step)
 
     def write_again(self, first_row: int, ids: torch.Tensor) -> None:
         """Writes the last step's instructions for other ring rows and input ids.

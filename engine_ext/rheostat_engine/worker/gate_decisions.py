@@ -50,21 +50,17 @@ class GateDecisions:
     def __init__(self, gates: GateBuffers) -> None:
         """Nothing is asked."""
         self._gates = gates
-        self._asked: Questions = {}
+        self.asked: Questions = {}
+        """The questions of the next step."""
         self._found: dict[str, DecidedOnce] = {}
         """The questions that the step can answer."""
         self._tokens: list[int] = []
         """The index in the step of each found request's token."""
         self._report: DecisionReport | None = None
 
-    @property
-    def asked(self) -> bool:
-        """Whether the next step has questions."""
-        return bool(self._asked)
-
     def ask(self, questions: Questions) -> None:
         """Asks about requests of the next step."""
-        self._asked = questions
+        self.asked = questions
 
     def begin(self, batch: Batch, gate_states: Int64) -> None:
         """Finds the tokens at the asked positions.
@@ -73,13 +69,13 @@ class GateDecisions:
             batch: the batch.
             gate_states: [n]: the state of the first gate of each token's sample; 0: it has none.
         """
-        if not self._asked:
+        if not self.asked:
             return
         begins = np.cumsum(batch.scheduled) - batch.scheduled
         for name, begin, computed, count in zip(
             batch.request_ids, begins, batch.computed, batch.scheduled, strict=True
         ):
-            decided = self._asked.get(name)
+            decided = self.asked.get(name)
             if decided is None or not 0 <= decided.position - computed < count:
                 continue
             token = int(begin + decided.position - computed)
@@ -89,7 +85,7 @@ class GateDecisions:
 
     def end(self) -> None:
         """Begins the report. The forward pass and the fold must have been launched."""
-        self._asked = {}
+        self.asked = {}
         found, tokens, self._found, self._tokens = self._found, self._tokens, {}, []
         if found:
             where = to_device(torch.tensor(tokens), self._gates.openness.device)

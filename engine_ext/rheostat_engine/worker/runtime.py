@@ -416,7 +416,8 @@ class SiteRuntime:
             padded = np.zeros((COLUMNS, batch.padded_tokens), np.int32)
             for row, column in zip(padded, columns, strict=False):  # the others stay 0
                 row[: len(column)] = column
-            self._expander.write(padded, base, first_row, batch.input_ids)
+            step = self._expander.instructions(padded, base, first_row, batch.input_ids)
+            self._expander.write(step)
         self.buffers.active.set(written.mask)
 
     def end(self) -> None:

@@ -77,6 +77,9 @@ class RuledCombinations(NamedTuple):
     """[k, variants]: the first dose slot of each variant, from 1; 0 is not measured."""
 
 
+_NOT_RULED = RuledCombinations(*np.zeros((2, 0, VARIANTS), np.int32))
+
+
 @dataclass
 class BuiltTable:
     """The slots, programs and rules of a table, which its requests share."""
@@ -88,9 +91,7 @@ class BuiltTable:
     function: int = 0
     """Slot, dose slot and rule of each interval. Under a rule, the slot is the number of the
     combination among `ruled`. Dose slots count from 1; 0 is not measured."""
-    ruled: RuledCombinations = field(
-        default_factory=lambda: RuledCombinations(_no_variants(), _no_variants())
-    )
+    ruled: RuledCombinations = _NOT_RULED
     slots: list[int] = field(default_factory=list)
     rules: list[tuple[bytes, ...]] = field(default_factory=list)
     parts: list[Program] = field(default_factory=list)
@@ -269,11 +270,15 @@ class BuiltTables:
         if self._releasing is None:
             self._releasing = self._take_unused(next(iter(self._unused or self._kept)))
             assert self._releasing is not None
-        cost = 1 + self._release_slots(self._releasing, budget)
-        if not self._releasing.slots:
+        slots, spent = self._releasing.slots, 0
+        while slots and spent < budget:
+            slot = slots.pop()
+            spent += 1 + self._bank.weight(slot)
+            self._bank.release(slot)
+        if not slots:
             self._free(self._releasing)
             self._releasing = None
-        return cost
+        return 1 + spent
 
     def _norms_of(self, table: SteeringTable) -> Norms:
         """The norms of the vectors that a table uses.
@@ -403,15 +408,6 @@ class BuiltTables:
                     raise
                 self.collect(_COLLECTED)
 
-    def _release_slots(self, built: BuiltTable, budget: int) -> int:
-        """Releases slots; returns the cost."""
-        spent = 0
-        while built.slots and spent < budget:
-            slot = built.slots.pop()
-            spent += 1 + self._bank.weight(slot)
-            self._bank.release(slot)
-        return spent
-
     def _free(self, built: BuiltTable) -> None:
         """Releases all resources of a table."""
         if built.work is not None:
@@ -436,10 +432,6 @@ class BuiltTables:
         directions, built.directions = built.directions, []
         for direction in directions:
             self._bank.programs.release_direction(direction)
-
-
-def _no_variants() -> Int32:
-    return np.zeros((0, VARIANTS), np.int32)
 
 
 def _slices(

@@ -21,7 +21,7 @@ SITES, TOKENS, SLOTS = 3, 8, 4
 
 
 class Step(NamedTuple):
-    """The arguments of `Expander.write`."""
+    """The arguments of `Expander.instructions`."""
 
     columns: np.ndarray
     base: np.ndarray | None
@@ -92,10 +92,12 @@ def test_instructions_are_expanded_token_by_token_and_site_by_site(
         others = [(name + 1) % VOCABULARY for name in ids]
         before = buffers.code.clone(), buffers.cap_row.clone(), buffers.dose_slot.clone()
         if again:
-            expander.write(*step._replace(first_row=30), torch.tensor(others, dtype=torch.int32))
+            others_there = torch.tensor(others, dtype=torch.int32)
+            expander.write(expander.instructions(*step._replace(first_row=30), others_there))
             expander.write_again(step.first_row, torch.tensor(ids, dtype=torch.int32))
         else:
-            expander.write(*step, torch.tensor(ids, dtype=torch.int32))
+            ids_there = torch.tensor(ids, dtype=torch.int32)
+            expander.write(expander.instructions(*step, ids_there))
         count = step.columns.shape[1]
         for now, then in zip(
             (buffers.code, buffers.cap_row, buffers.dose_slot), before, strict=True
