@@ -34,7 +34,7 @@ from rheostat_engine.plan.plan import SignalsWait
 from rheostat_engine.worker.capture.request_progress import RequestProgress
 from rheostat_engine.worker.state.buffers import GateBuffers
 from rheostat_engine.worker.state.device_table import to_device
-from rheostat_engine.worker.state.position_functions import Int64, int64_bytes
+from rheostat_engine.worker.state.position_functions import Int64, consecutive, int64_bytes
 from rheostat_engine.worker.transport.row_sender import RowSender
 
 _KEPT_FREE = 8
@@ -307,9 +307,7 @@ class StepSignals:
     def _tokens(self, firsts: Int64, counts: Int64) -> slice | torch.Tensor:
         """The tokens of blocks, by the first token and number of tokens of each."""
         first, end = int(firsts[0]), int(firsts[-1] + counts[-1])
-        total = int(counts.sum())
-        if end - first == total:
+        if end - first == counts.sum():
             return slice(first, end)
-        before = np.cumsum(counts) - counts
-        indices = np.repeat(firsts - before, counts) + np.arange(total)
+        indices = consecutive(firsts, counts)
         return to_device(torch.from_numpy(indices), self._gates.readings.device)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rheostat_engine.worker.state.position_functions import Int64
+from rheostat_engine.worker.state.position_functions import Int64, consecutive
 
 
 class Batch(NamedTuple):
@@ -72,9 +72,7 @@ class TokensOfSteps:
         same = numbers is self._numbers and scheduled.tobytes() == self._ones
         if not same and (scheduled != 1).any():
             self._numbers = None
-            ends = np.cumsum(scheduled)
-            positions = np.arange(ends[-1]) + np.repeat(computed - ends + scheduled, scheduled)
-            return StepTokens(np.repeat(numbers, scheduled), positions)
+            return StepTokens(np.repeat(numbers, scheduled), consecutive(computed, scheduled))
         repeated = same and computed.tobytes() == self._next
         if not same:
             self._numbers, self._ones = numbers, scheduled.tobytes()

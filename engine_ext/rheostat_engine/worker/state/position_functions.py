@@ -33,6 +33,12 @@ def int64_bytes(values: npt.NDArray[np.integer]) -> bytes:
     return values.astype("<i8", copy=False).tobytes()
 
 
+def consecutive(firsts: Int64, counts: Int64) -> Int64:
+    """The integers first, first + 1, ... of each range, one range after the other."""
+    before = counts.cumsum() - counts
+    return np.repeat(firsts - before, counts) + np.arange(counts.sum())
+
+
 class Functions:
     """Functions by number. Function 0 is zero at every position."""
 

@@ -37,7 +37,7 @@ from rheostat_engine.plan.gates import Gate
 from rheostat_engine.worker.state.buffers import ALIGNED, FoldColumn, SiteBuffers, TokenColumn
 from rheostat_engine.worker.state.device_table import StagingBuffers, to_device
 from rheostat_engine.worker.state.id_allocators import Exhausted, RangeAllocator
-from rheostat_engine.worker.state.position_functions import Int64
+from rheostat_engine.worker.state.position_functions import Int64, consecutive
 from rheostat_engine.worker.steering.gate_reference import fold_step
 from rheostat_engine.worker.steering.row_sums import Means, RowSums
 
@@ -285,14 +285,11 @@ class GateStates:
     def _folds_of(self, starts: Int64, begins: Int64, counts: Int64) -> npt.NDArray[np.int32]:
         """[m, columns of `FoldColumn`]: each gate in the step. Positions are filled in later."""
         gates = self._counts[starts]
-        ends = np.cumsum(gates)
-        total = int(ends[-1]) if len(ends) else 0
-        numbers = np.arange(total) - np.repeat(ends - gates, gates)
-        states = np.repeat(starts, gates) + numbers
-        folds = np.zeros((total, len(FoldColumn)), np.int32)
+        states = consecutive(starts, gates)
+        folds = np.zeros((len(states), len(FoldColumn)), np.int32)
         folds[:, FoldColumn.STATE] = states
         folds[:, FoldColumn.GATE] = self._gates[states]
-        folds[:, FoldColumn.NUMBER] = numbers
+        folds[:, FoldColumn.NUMBER] = states - np.repeat(starts, gates)
         folds[:, FoldColumn.FIRST] = np.repeat(begins, gates)
         folds[:, FoldColumn.COUNT] = np.repeat(counts, gates)
         folds[:, FoldColumn.ONE_TERM] = self._one_term[states]

@@ -238,7 +238,9 @@ class RowSender:
             head: the labels.
             values: on the device; nothing else writes them.
         """
-        if self._idle and values.nbytes <= _SMALL and self._copies_are_async:
+        # Otherwise the step thread would wait for the device.
+        asynchronous = self._stream is None or self.area.pinned
+        if asynchronous and self._idle and values.nbytes <= _SMALL:
             self._event_sender.send(self._copy_signals(head, values))
             return
         if self._stream is not None:
@@ -256,11 +258,6 @@ class RowSender:
             return Frame(head.without_rows)
         self.left_bytes += values.nbytes
         return Frame(head, copied, (head.without_rows,))
-
-    @property
-    def _copies_are_async(self) -> bool:
-        """Whether a thread can launch the copy of a few signals without waiting for the device."""
-        return self._stream is None or self.area.pinned
 
     @property
     def _idle(self) -> bool:
@@ -284,7 +281,16 @@ class RowSender:
             heads: builds the frames' heads from the measurements on the host, on another thread.
             fallback: heads to send if that fails.
         """
-        host, copied = self._copy(measured)
+        copied: Fence | None = None
+        if self._stream is None:
+            host = measured.clone()
+        else:
+            host = torch.empty(measured.shape, dtype=measured.dtype, pin_memory=True)
+            self._stream.wait_stream(torch.cuda.current_stream())
+            measured.record_stream(self._stream)
+            with torch.cuda.stream(self._stream):
+                host.copy_(measured, non_blocking=True)
+                copied = self._fence(self._stream)
         self.send(Frame(lambda: heads(host), ready=copied, fallback=fallback))
 
     def close(self) -> None:
@@ -293,18 +299,6 @@ class RowSender:
         self._thread.join(timeout=5)
         self._event_sender.close()
         self.area.close()
-
-    def _copy(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-        if self._stream is None:
-            return values.clone(), None
-        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        self._stream.wait_stream(torch.cuda.current_stream())
-        values.record_stream(self._stream)
-        with torch.cuda.stream(self._stream):
-            host.copy_(values, non_blocking=True)
-            copied = torch.cuda.Event(blocking=True)
-            copied.record(self._stream)
-        return host, copied
 
     def _run(self) -> None:
         with torch.cuda.stream(self._stream):  # no effect for None
