@@ -8,7 +8,7 @@ import triton.language as tl
 
 from rheostat_engine.worker.instructions import Instructions
 from rheostat_engine.worker.state.buffers import Buffers
-from rheostat_engine.worker.state.kernel_launcher import FixedTensors, KernelLauncher
+from rheostat_engine.worker.state.kernel_launcher import KernelLauncher
 
 _TOKENS = 128
 
@@ -63,7 +63,7 @@ def _expand_kernel(
     tl.store(cap_ptr + site * tokens + token, target, mask=inside)
 
 
-_LAUNCHER, _NONE = KernelLauncher(_expand_kernel), FixedTensors()
+_LAUNCHER = KernelLauncher(_expand_kernel)
 
 
 def launch_expand(step: Instructions, buffers: Buffers) -> None:
@@ -82,7 +82,6 @@ def launch_expand(step: Instructions, buffers: Buffers) -> None:
             buffers.cap_row,
             buffers.dose_slot,
         ),
-        _NONE,
         varying=(count, step.first_row),
         integers=(step.bits.shape[1], step.code_of.shape[1], sites, tokens),
         constants=(step.ids is not None, step.base is not None, _TOKENS),

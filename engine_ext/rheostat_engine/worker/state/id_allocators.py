@@ -51,6 +51,11 @@ class RefCountedIds(Generic[K]):
     def __contains__(self, content: K) -> bool:
         return content in self._entries
 
+    @property
+    def more_than_half_used(self) -> bool:
+        """Whether more than half of the ids are in use."""
+        return len(self._entries) > len(self._free)
+
     def take(self, content: K) -> Taken:
         """Adds a use of content; returns its id.
 

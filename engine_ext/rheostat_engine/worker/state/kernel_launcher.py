@@ -34,6 +34,14 @@ _VERIFIED_VERSIONS = {(3, 6), (3, 9)}
 _ALIGNMENT = 16
 
 
+def _form_of(tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> tuple[object, ...]:
+    """What Triton compiles a kernel for, of tensors on a CUDA device."""
+    return (
+        *[tensor.dtype for tensor in tensors],
+        *[address % _ALIGNMENT == 0 for address in addresses],
+    )
+
+
 class FixedTensors:
     """Tensors that never move. Their addresses, dtypes and alignments are read once, here."""
 
@@ -47,6 +55,9 @@ class FixedTensors:
         self.form = self._forms.setdefault(form, len(self._forms))
         """The same number for all tensors of the same dtypes and alignments, because a number is
         hashed faster."""
+
+
+_NO_TENSORS = FixedTensors()
 
 
 class KernelLauncher:
@@ -64,7 +75,7 @@ class KernelLauncher:
         self,
         grid: tuple[int, int, int],
         tensors: tuple[torch.Tensor, ...],
-        fixed: FixedTensors,
+        fixed: FixedTensors = _NO_TENSORS,
         *,
         varying: tuple[int, ...] = (),
         integers: tuple[int, ...] = (),
@@ -111,11 +122,3 @@ class KernelLauncher:
         # For AMD devices, Triton also distinguishes tensors by their size.
         if isinstance(compiled, CompiledKernel) and compiled.metadata.target.backend == "cuda":
             self._compiled[key] = compiled
-
-
-def _form_of(tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> tuple[object, ...]:
-    """What Triton compiles a kernel for, of tensors on a CUDA device."""
-    return (
-        *[tensor.dtype for tensor in tensors],
-        *[address % _ALIGNMENT == 0 for address in addresses],
-    )

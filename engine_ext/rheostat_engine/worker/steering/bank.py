@@ -57,8 +57,7 @@ class Bank:
     @property
     def more_than_half_used(self) -> bool:
         """Whether more than half of the slots, or of a resource of programs, are used."""
-        slots = len(self.slot_sites) - 1
-        return 2 * self.slots_used > slots or self.programs.more_than_half_used
+        return self._slots.more_than_half_used or self.programs.more_than_half_used
 
     def acquire(self, combinations: Sequence[Combination], vectors: Vectors) -> list[int]:
         """Takes a slot for each combination, or none; makes combinations that do not exist yet.

@@ -28,7 +28,7 @@ from rheostat_engine.plan.gates import (
     Pool,
 )
 from rheostat_engine.worker.state.buffers import FoldColumn, GateBuffers, TokenColumn
-from rheostat_engine.worker.state.kernel_launcher import FixedTensors, KernelLauncher
+from rheostat_engine.worker.state.kernel_launcher import KernelLauncher
 from rheostat_engine.worker.steering.programs import INTS
 from rheostat_engine.worker.steering.readout_kernels import read_mean
 
@@ -572,7 +572,7 @@ def _fold_kernel(
             tl.store(tokens_ptr + first * _PER_TOKEN + _POSITION, position + 1)
 
 
-_LAUNCHER, _NONE = KernelLauncher(_fold_kernel), FixedTensors()
+_LAUNCHER = KernelLauncher(_fold_kernel)
 
 
 def launch_fold(gates: GateBuffers, folds: torch.Tensor) -> None:
@@ -588,5 +588,4 @@ def launch_fold(gates: GateBuffers, folds: torch.Tensor) -> None:
             gates.ints,
             gates.floats,
         ),
-        _NONE,
     )

@@ -162,13 +162,9 @@ class Programs:
     @property
     def more_than_half_used(self) -> bool:
         """Whether more than half of the rows, directions, gates or steps are used."""
-        amounts = (
-            (self.rows_used, self.rows),
-            (self.directions_used, self.directions),
-            (self.gates_used, self.gate_ints),
-            (self.steps_used, self.ints),
-        )
-        return any(2 * used > table.shape[0] - 1 for used, table in amounts)
+        shared = self._row_numbers, self._direction_numbers, self._gate_numbers
+        scarce = any(numbers.more_than_half_used for numbers in shared)
+        return scarce or self.steps_used > len(self._free_steps)
 
     def acquire(self, programs: Sequence[Program], vectors: Vectors) -> list[int]:
         """Adds a use of programs, and makes programs that do not exist yet; their codes.
@@ -223,7 +219,7 @@ class Programs:
             except BankError:
                 self._direction_numbers.give(direction)
                 raise
-            self._directions.put(taken.number, content.numpy())
+            self._directions.put(taken.number, content)
         return taken.number
 
     def release_direction(self, direction: Direction) -> None:

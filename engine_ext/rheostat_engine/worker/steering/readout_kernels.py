@@ -18,7 +18,7 @@ import triton.language as tl
 from rheostat_engine.plan.acts import Kind
 from rheostat_engine.plan.gates import MAX_COLUMNS, Activation, Normalise
 from rheostat_engine.worker.state.buffers import SiteBuffers, TokenColumn
-from rheostat_engine.worker.state.kernel_launcher import FixedTensors, KernelLauncher
+from rheostat_engine.worker.state.kernel_launcher import KernelLauncher
 from rheostat_engine.worker.steering.programs import FLOATS, INTS
 
 _COSINE = tl.constexpr(int(Normalise.COSINE))
@@ -185,7 +185,7 @@ def _read_means_kernel(
         step = tl.load(ints_ptr + step * _INTS + 2).to(tl.int64)
 
 
-_LAUNCHER, _NONE = KernelLauncher(_read_means_kernel), FixedTensors()
+_LAUNCHER = KernelLauncher(_read_means_kernel)
 
 
 def launch_read_means(site: SiteBuffers, due: torch.Tensor) -> None:
@@ -209,7 +209,6 @@ def launch_read_means(site: SiteBuffers, due: torch.Tensor) -> None:
             gates.row_sums,
             gates.row_sum_names,
         ),
-        _NONE,
         constants=(width, block),
         num_warps=num_warps,
     )

@@ -77,7 +77,7 @@ class Basis:
         self._parts: Direction = ()
         self._units = np.empty((1, width))
 
-    def unit_of(self, key: Direction) -> torch.Tensor:
+    def unit_of(self, key: Direction) -> npt.NDArray[np.float32]:
         """The unit vector of a direction's last row, orthogonal to its earlier rows, float32 [W].
 
         Raises:
@@ -90,7 +90,8 @@ class Basis:
         self._parts = self._parts[:equal]
         for digest, row in key[equal:]:
             self._add(digest, row)
-        return torch.from_numpy(self._units[len(key) - 1].astype(np.float32))
+        unit: npt.NDArray[np.float32] = self._units[len(key) - 1].astype(np.float32)
+        return unit
 
     def norm_of(self, key: Direction) -> float:
         """The L2 norm of a direction's last row, as it came.
