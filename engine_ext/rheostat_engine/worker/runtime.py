@@ -276,11 +276,12 @@ class SiteRuntime:
         gains = self.controllers.remove(number, int(self._progress.computed_end[number]))
         self.steering.remove(number, request.steering)
         self._signals.put(number, 0, 0)
-        rows = None
-        if self.captures is not None and not request.captures.unused:
-            rows = self.captures.drop(number, request.captures, self._progress.span(number))
+        captured = request.captures
+        if self.captures is not None and not captured.unused:
+            span = self._progress.span(number)
+            self.captures.put(number, None, captured, first=span[1], computed=span)
         self._last_ids = ()
-        ended = Ended(number, request.name, rows, request.steering.measured, gains)
+        ended = Ended(number, request.name, captured.counted, request.steering.measured, gains)
         self._removed.append((ended, request.steering))
 
     def send_released(self) -> None:
@@ -515,7 +516,7 @@ class SiteRuntime:
                 self.steering.remove(number, steering)
                 self.steering.take_out([steering])
             if self.captures is not None:
-                self.captures.drop(number, captured, (0, 0))
+                self.captures.put(number, None, captured)
             self._numbers_free.append(number)
             raise
         self._progress.start(number, cached_tokens_recomputed)

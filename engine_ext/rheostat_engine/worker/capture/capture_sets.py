@@ -4,14 +4,12 @@ Invariants: a table keeps its site sets and function while a request uses it. Th
 that a request selected follows from its tables and its last position, even after updates.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-from rheostat_engine.plan.acts import OPEN_END
 from rheostat_engine.plan.plan import EncodedTable, captures_of
 from rheostat_engine.plan.tables import MAX_CAPTURE_COST, CaptureTable, count
 from rheostat_engine.worker.capture.site_sets import SiteSets
@@ -48,23 +46,18 @@ class RequestCaptures:
 
     parts: list[tuple[int, CaptureSet | None]] = field(default_factory=list)
     """(First position, captures), ascending by position; None captures nothing."""
-    _counted: Int64 | None = None
-    """[sites]: rows selected by removed parts."""
+    counted: Int64 | None = None
+    """[sites]: rows selected by removed parts; None if none was removed."""
 
     @property
     def unused(self) -> bool:
         """Whether the request never had captures."""
-        return not self.parts and self._counted is None
-
-    @property
-    def sets(self) -> Iterator[CaptureSet]:
-        """The tables in use."""
-        return (table for _, table in self.parts if table is not None)
+        return not self.parts and self.counted is None
 
     @property
     def segments(self) -> list[Segment]:
         """The function from each position on; empty if nothing is captured."""
-        if not any(self.sets):
+        if all(table is None for _, table in self.parts):
             return []
         begun = [] if not self.parts[0][0] else [Segment(0, 0)]
         return begun + [
@@ -92,21 +85,11 @@ class RequestCaptures:
             if begin < stop and end < stop:
                 kept.append((begin, table))
             elif table is not None:
-                self._count(table.rows(max(begin, start), stop))
+                rows = table.rows(max(begin, start), stop)
+                self.counted = rows if self.counted is None else self.counted + rows
                 dropped.append(table)
         self.parts = [*kept, (first, new)]
         return dropped
-
-    def rows(self, start: int, end: int) -> Int64 | None:
-        """Removes all parts; returns the rows selected at [start, end), [sites], or None."""
-        for (begin, table), (stop, _) in pairwise([*self.parts, (OPEN_END, None)]):
-            if table is not None:
-                self._count(table.rows(max(begin, start), min(stop, end)))
-        self.parts = []
-        return self._counted
-
-    def _count(self, rows: Int64) -> None:
-        self._counted = rows if self._counted is None else self._counted + rows
 
 
 class CaptureSets:

@@ -163,20 +163,6 @@ class Captures:
         self._requests.put(number, selected.segments)
         return selected
 
-    def drop(
-        self, number: int, current: RequestCaptures, computed: tuple[int, int]
-    ) -> Int64 | None:
-        """Removes a request's captures; returns the rows that they selected, [sites].
-
-        None if the request never had captures. `computed` are [start, end) computed positions.
-        """
-        self._requests.drop(number)
-        sets = list(current.sets)
-        rows = current.rows(*computed)
-        for built in sets:
-            self.sets.release(built)
-        return rows
-
     def begin(
         self,
         numbers: Int64,

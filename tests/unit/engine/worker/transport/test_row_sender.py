@@ -97,7 +97,8 @@ class Device:
         self.captures.end()
 
     def release(self) -> None:
-        rows = self.captures.drop(1, self.held, self.progress.span(1))
+        span = self.progress.span(1)
+        rows = self.captures.put(1, None, self.held, first=span[1], computed=span).counted
         (report,) = self.progress.released([Ended(1, "r", rows, measured=True)])
         self.row_sender.send(Frame(ReleasedHead(0, 1, report)))
 
