@@ -62,8 +62,9 @@ class Preparations:
                 plan = read_plan(wire)
                 preparation = self._preparations[name] = _Preparation(acts=plan.acts)
                 if plan.captures is not None and self._captures is not None:  # built at once
-                    budget -= self._captures.sets.cost(plan.captures)
+                    before = self._captures.sets.built
                     preparation.captures = self._captures.sets.use(plan.captures)
+                    budget -= self._captures.sets.built - before
             if preparation.acts is not None and budget > 0:
                 preparation.built_table = self._steering.built_tables.use(preparation.acts)
                 preparation.acts = None

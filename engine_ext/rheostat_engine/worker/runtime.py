@@ -472,11 +472,11 @@ class SiteRuntime:
         try:
             captures = read_plan(update.wire).captures
             if self.captures is not None:
-                cost += self.captures.sets.cost(captures)
-                span = self._progress.span(request.number)
+                before, span = self.captures.sets.built, self._progress.span(request.number)
                 self.captures.put(
                     request.number, captures, request.captures, first=first, computed=span
                 )
+                cost += self.captures.sets.built - before
         except ValueError as error:
             problem = str(error)
         attached = Attached(request.name, update.number, first, problem)

@@ -112,18 +112,8 @@ class CaptureSets:
         self._present = np.isin(np.arange(site_slots.count), list(present))
         self._used: dict[bytes, CaptureSet] = {}
 
-    def cost(self, captures: EncodedTable | None) -> int:
-        """The cost of `use` for a table; 0 if the table is in use.
-
-        Raises:
-            ValueError: the bytes are no table.
-        """
-        if captures is None or captures.digest in self._used:
-            return 0
-        return captures_of(captures).plan_cost
-
     def use(self, captures: EncodedTable) -> CaptureSet:
-        """Adds a use of a table.
+        """Adds a use of a table. `built` grows by the cost if no request uses the table.
 
         Raises:
             ValueError: the bytes are no table, or name sites that the model cannot have.

@@ -106,9 +106,7 @@ class RowEncodings:
         """Adds a use; returns the number: 0 for None, `REFUSED` if the encoding is not possible."""
         if encoding is None:
             return 0
-        encoder = self._encoders.get(encoding)
-        if encoder is None:
-            encoder = self._make(encoding)
+        encoder = self._encoders.get(encoding) or self._make(encoding)
         if encoder is None:
             _LOG.info("rows with encoding %s are sent raw", encoding.codec.name)
             return REFUSED
