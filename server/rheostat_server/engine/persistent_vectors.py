@@ -11,7 +11,8 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, ParamSpec, TypeVar
+from functools import wraps
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from rheostat_server.errors import (
     NameConflict,
@@ -67,6 +68,20 @@ class Naming(NamedTuple):
         return Name(self.digest, description or "", sites)
 
 
+Change = Callable[Concatenate["PersistentVectorStore", P], Coroutine[None, None, T]]
+"""A method that changes the store."""
+
+
+def _completed(change: Change[P, T]) -> Change[P, T]:
+    """Lets a change run while no other runs, and to its end even if its caller is cancelled."""
+
+    @wraps(change)
+    async def complete(store: "PersistentVectorStore", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await asyncio.shield(store.begin(change(store, *args, **kwargs)))
+
+    return complete
+
+
 class PersistentVectorStore:
     """Changes the store, and the folder of vectors once `restore` was called."""
 
@@ -112,11 +127,12 @@ class PersistentVectorStore:
         evicted = len(vectors) - len(self._store)
         if evicted:
             _LOG.warning("%d vectors without a name do not fit any more and are deleted", evicted)
-            self._sweep_soon(files)
+            self.begin(self._sweep(files))
         _LOG.info(
             "%d vectors and %d names were read from %s", len(self._store), len(names), files.folder
         )
 
+    @_completed
     async def put(self, vector: Vector) -> bool:
         """Stores a vector. Returns whether it was stored before.
 
@@ -124,8 +140,11 @@ class PersistentVectorStore:
             StoreFull: vectors in use leave too little memory, or the disk is full.
             NotSupported: the folder cannot be written.
         """
-        return await self._complete(self._put(vector))
+        with self._store.retained(vector) as existed:
+            await self._save(vector)
+        return existed
 
+    @_completed
     async def put_named(self, vector: Vector, name: str, label: Name) -> PutResult:
         """Stores a vector and puts a name on it. An existing name moves.
 
@@ -133,8 +152,12 @@ class PersistentVectorStore:
             StoreFull: vectors in use or other names leave too little memory, or the disk is full.
             NotSupported: the folder cannot be written.
         """
-        return await self._complete(self._put_named(vector, name, label))
+        self._store.check_name(name, label, "header.name")
+        with self._store.retained(vector) as existed:
+            result = await self._name(vector, name, label)
+        return PutResult(existed, result.previous)
 
+    @_completed
     async def set_name(self, name: str, naming: Naming) -> bytes:
         """Puts a name on a stored vector. Returns the digest that had the name before, or nothing.
 
@@ -144,8 +167,15 @@ class PersistentVectorStore:
             StoreFull: other names leave too little memory, or the disk is full.
             NotSupported: the folder cannot be written.
         """
-        return await self._complete(self._set_name(name, naming))
+        before = self._store.label(name)
+        label = naming.label(name, before)
+        vector = self._store.get(naming.digest, "digest")
+        self._store.check_name(name, label, "name")
+        with self._store.retained(vector):
+            await self._name(vector, name, label)
+        return before.digest if before is not None else b""
 
+    @_completed
     async def delete_name(self, name: str, path: str) -> bytes:
         """Deletes a name. Returns the digest of its vector.
 
@@ -153,35 +183,15 @@ class PersistentVectorStore:
             NameNotFound: there is no such name.
             StoreFull, NotSupported: the folder cannot be written.
         """
-        return await self._complete(self._delete_name(name, path))
+        self._store.named(name, path)
+        if self._files is not None:
+            await _on_disk(self._files.delete_name, name)
+        return self._store.delete_name(name, path)
 
     async def settle(self) -> None:
         """Returns once all changes are on the disk."""
         while self._tasks:
             await asyncio.wait(self._tasks)
-
-    async def _put(self, vector: Vector) -> bool:
-        async with self._turn:
-            with self._store.retained(vector) as existed:
-                await self._save(vector)
-            return existed
-
-    async def _put_named(self, vector: Vector, name: str, label: Name) -> PutResult:
-        async with self._turn:
-            self._store.check_name(name, label, "header.name")
-            with self._store.retained(vector) as existed:
-                result = await self._name(vector, name, label)
-            return PutResult(existed, result.previous)
-
-    async def _set_name(self, name: str, naming: Naming) -> bytes:
-        async with self._turn:
-            before = self._store.label(name)
-            label = naming.label(name, before)
-            vector = self._store.get(naming.digest, "digest")
-            self._store.check_name(name, label, "name")
-            with self._store.retained(vector):
-                await self._name(vector, name, label)
-            return before.digest if before is not None else b""
 
     async def _name(self, vector: Vector, name: str, label: Name) -> PutResult:
         """Puts a name on a vector that the store holds."""
@@ -190,13 +200,6 @@ class PersistentVectorStore:
             await _on_disk(self._files.set_name, name, label)
         return self._store.put_named(vector, name, label)
 
-    async def _delete_name(self, name: str, path: str) -> bytes:
-        async with self._turn:
-            self._store.named(name, path)
-            if self._files is not None:
-                await _on_disk(self._files.delete_name, name)
-            return self._store.delete_name(name, path)
-
     async def _save(self, vector: Vector) -> None:
         if self._files is not None and vector.digest not in self._saved:
             await _on_disk(self._files.write, vector, self._store.store_time(vector.digest))
@@ -204,28 +207,26 @@ class PersistentVectorStore:
 
     def _on_evict(self, digest: bytes) -> None:
         if self._files is not None and digest in self._saved:
-            self._sweep_soon(self._files)
-
-    def _sweep_soon(self, files: VectorFiles) -> None:
-        self._begin(self._sweep(files))
+            self.begin(self._sweep(self._files))
 
     async def _sweep(self, files: VectorFiles) -> None:
-        async with self._turn:
-            for digest in [digest for digest in self._saved if digest not in self._store]:
-                self._saved.discard(digest)
-                try:
-                    await on_pool(_THREADS, files.remove, digest)
-                except OSError as error:
-                    _LOG.warning("the evicted vector %s stays on disk: %s", digest.hex(), error)
+        for digest in [digest for digest in self._saved if digest not in self._store]:
+            self._saved.discard(digest)
+            try:
+                await on_pool(_THREADS, files.remove, digest)
+            except OSError as error:
+                _LOG.warning("the evicted vector %s stays on disk: %s", digest.hex(), error)
 
-    def _begin(self, change: Coroutine[None, None, T]) -> asyncio.Task[T]:
-        task = asyncio.get_running_loop().create_task(change)
+    def begin(self, change: Coroutine[None, None, T]) -> asyncio.Task[T]:
+        """Runs a change in a task, once no other runs."""
+        task = asyncio.create_task(self._in_turn(change))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _complete(self, change: Coroutine[None, None, T]) -> T:
-        return await asyncio.shield(self._begin(change))
+    async def _in_turn(self, change: Coroutine[None, None, T]) -> T:
+        async with self._turn:
+            return await change
 
 
 async def _on_disk(work: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
