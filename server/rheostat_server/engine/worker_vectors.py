@@ -10,7 +10,7 @@ result of that call.
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 
 from rheostat_server.engine.backend import Backend
 from rheostat_server.errors import EngineLost
@@ -19,22 +19,6 @@ from rheostat_server.vectors.store import Vector, VectorStore
 from rheostat_wire.dtypes import FloatArray
 
 _LOG = logging.getLogger(__name__)
-
-
-class _Call:
-    """A call that loads vectors into the workers."""
-
-    def __init__(self, load: Callable[["_Call"], Coroutine[None, None, None]]) -> None:
-        self.vectors: list[Vector] = []
-        self.bytes = 0
-        self.task = asyncio.create_task(load(self))
-
-    def add(self, vector: Vector) -> None:
-        self.vectors.append(vector)
-        self.bytes += vector.float32_size
-
-    def has_room_for(self, vector: Vector) -> bool:
-        return self.bytes + vector.float32_size <= CALL_BYTES
 
 
 class WorkerVectorCache:
@@ -47,8 +31,12 @@ class WorkerVectorCache:
         self._backend = backend
         self._loaded: set[bytes] = set()
         self._turn = asyncio.Lock()
-        self._filling: _Call | None = None
+        self._filling: list[Vector] = []
+        """The vectors of the next call."""
+        self._free = 0
+        """Bytes that the next call can load in addition."""
         self._coming: dict[bytes, asyncio.Task[None]] = {}
+        """The call that loads a vector, by digest."""
         self._dropping: asyncio.Task[None] | None = None
 
     async def _directions(self, token_ids: Sequence[int]) -> FloatArray:
@@ -82,23 +70,27 @@ class WorkerVectorCache:
     def _call_with(self, vector: Vector) -> asyncio.Task[None]:
         """The call that loads a vector: a call that has it already, or else the next call."""
         if vector.digest not in self._coming:
-            if self._filling is None or not self._filling.has_room_for(vector):
-                self._filling = _Call(self._load)
-            self._filling.add(vector)
-            self._coming[vector.digest] = self._filling.task
+            if self._filling and vector.float32_size <= self._free:
+                call = self._coming[self._filling[0].digest]
+            else:
+                self._filling, self._free = [], CALL_BYTES
+                call = asyncio.create_task(self._load(self._filling))
+            self._filling.append(vector)
+            self._free -= vector.float32_size
+            self._coming[vector.digest] = call
         return self._coming[vector.digest]
 
-    async def _load(self, call: _Call) -> None:
+    async def _load(self, vectors: list[Vector]) -> None:
         async with self._turn:
-            if self._filling is call:
-                self._filling = None
+            if self._filling is vectors:
+                self._filling = []
             try:
-                await self._backend.load_vectors(call.vectors)
-                self._loaded.update(vector.digest for vector in call.vectors)
+                await self._backend.load_vectors(vectors)
+                self._loaded.update(vector.digest for vector in vectors)
             finally:
-                for vector in call.vectors:
+                for vector in vectors:
                     del self._coming[vector.digest]
-        if any(vector.digest not in self.store for vector in call.vectors):
+        if any(vector.digest not in self.store for vector in vectors):
             self._drop_soon()
 
     def _on_evict(self, digest: bytes) -> None:
