@@ -260,9 +260,7 @@ class AdmissionQueue:
     def _admit(
         self, reservations: Sequence[Reservation], prompt_len: int, reserved: list[str]
     ) -> Shortage | None:
-        shortage, entered = _enter(self.ledger, reservations, prompt_len, self.step_tokens)
-        reserved += entered
-        return shortage
+        return _enter(self.ledger, reservations, prompt_len, self.step_tokens, reserved)
 
     def check_ever_fits(self, reservations: Sequence[Reservation], prompt_len: int) -> None:
         """Checks that an empty engine has the capacity for a request.
@@ -271,15 +269,19 @@ class AdmissionQueue:
             BankFull, CaptureOverflow: it does not.
         """
         empty = CapacityLedger(self._capacity)
-        shortage, _ = _enter(empty, reservations, prompt_len, self.step_tokens)
+        shortage = _enter(empty, reservations, prompt_len, self.step_tokens, [])
         if shortage is not None:
             raise _refusal(shortage, retry_after=None)
 
 
 def _enter(
-    ledger: CapacityLedger, reservations: Sequence[Reservation], prompt_len: int, step_tokens: int
-) -> tuple[Shortage | None, list[str]]:
-    """Enters all reservations or none. Returns the shortage, and the ids that were entered."""
+    ledger: CapacityLedger,
+    reservations: Sequence[Reservation],
+    prompt_len: int,
+    step_tokens: int,
+    reserved: list[str],
+) -> Shortage | None:
+    """Enters all reservations, and adds their ids to `reserved`; enters none if one lacks room."""
     entered: list[str] = []
     for plan, samples in reservations:
         shortage = ledger.admit(
@@ -288,9 +290,10 @@ def _enter(
         if shortage is not None:
             for plan_id in entered:
                 ledger.release(plan_id)
-            return shortage, []
+            return shortage
         entered.append(plan.request_id)
-    return None, entered
+    reserved += entered
+    return None
 
 
 def _no_capacity(shortage: Shortage | None, *, waited: float | None = None) -> RheostatError:
