@@ -94,9 +94,8 @@ async def start_backend(config: ServerConfig) -> "VllmBackend":
     try:
         for lora in loaded.loras.values():
             await load_lora(loaded.llm, lora)
-        reports = cast(
-            list[Mapping[str, object]], await ask_workers(loaded.llm, "rheostat_describe")
-        )
+        described = loaded.llm.collective_rpc("rheostat_describe")
+        reports = cast(list[Mapping[str, object]], await answered(loaded.llm, described))
         backend = VllmBackend(config, loaded, ModelSites.from_reports(reports))
         backend.attach(reports)
     except (EngineFailed, EngineLost, StagingError, ValueError, zmq.ZMQError) as error:
@@ -124,12 +123,14 @@ class VllmBackend:
         self._counter = loaded.counter
         self._settings = loaded.settings
         self._lens_turn = asyncio.Lock()
-        self._sites = sites
-        self._info = _model_info(config, loaded)
+        self.sites = sites
+        self.info = _model_info(config, loaded)
         self._channel = WorkerChannel(loaded.settings, ranks=sites.world_size)
         self._texts = TokenTexts(loaded.llm.tokenizer)
         self._turns = OutputTurns()
-        self._templates = RequestTemplates(loaded.llm, loaded.loras)
+        self._templates = RequestTemplates(
+            loaded.loras, has_tokenizer=loaded.llm.tokenizer is not None
+        )
         self._watch: asyncio.Task[None] | None = None
         self._deliver: Callable[[Event], None] = lambda event: None
         self._lost: Callable[[str], None] = lambda reason: None
@@ -149,16 +150,6 @@ class VllmBackend:
             raise
 
     @property
-    def info(self) -> ModelInfo:
-        """The model."""
-        return self._info
-
-    @property
-    def sites(self) -> ModelSites:
-        """Its sites."""
-        return self._sites
-
-    @property
     def _llm(self) -> "AsyncLLM":
         return self._loaded.llm
 
@@ -173,8 +164,8 @@ class VllmBackend:
         A second call replaces the receivers of the first.
         """
         self._lost = lost
-        if self._sites.experts:
-            deliver = cutting_expert_rows(deliver, self._sites)
+        if self.sites.experts:
+            deliver = cutting_expert_rows(deliver, self.sites)
         self._deliver = deliver
         if self._watch is None:
             self._channel.start(asyncio.get_running_loop(), lambda event: self._deliver(event))
@@ -189,12 +180,12 @@ class VllmBackend:
         try:
             await self._call("rheostat_save_random_state")
             await warm_up(self)
-            await _answered(self._llm, self._llm.reset_prefix_cache())
+            await answered(self._llm, self._llm.reset_prefix_cache())
             await self._call("rheostat_restore_random_state")
             self._warm_up_stats = await self.worker_stats()
         except EngineLost as error:
             raise EngineFailed(f"the engine died after its first requests: {error}") from error
-        self._counter.reset()
+        self._counter.stats = QueueStats()
 
     async def add_request(
         self, job: Job, receive: Callable[[Delta], None], fail: Callable[[Exception], None]
@@ -272,22 +263,11 @@ class VllmBackend:
     def set_gains(self, updates: Sequence[GainsUpdate]) -> Awaitable[None]:
         """Changes gains of samples, each from its next step on."""
         sending = begin_now(send_gains(self._llm, updates))  # sends the message before it returns
-        return self._set_gains(sending)
-
-    async def _set_gains(self, sending: asyncio.Future[None]) -> None:
-        try:
-            await _answered(self._llm, sending)
-        except EngineLost as error:
-            self._lost(error.message)
-            raise
+        return self._answered(sending)
 
     async def hold_samples(self, plan_ids: Sequence[str], *, held: bool) -> None:
         """Stops scheduling samples, from the next step on, or goes on with samples."""
-        try:
-            await _answered(self._llm, send_holds(self._llm, plan_ids, held=held))
-        except EngineLost as error:
-            self._lost(error.message)
-            raise
+        await self._answered(send_holds(self._llm, plan_ids, held=held))
 
     async def update_captures(self, changes: Mapping[str, CapturesUpdate | None]) -> None:
         """Changes the captures of samples, each from its next step on."""
@@ -385,8 +365,16 @@ class VllmBackend:
         remove_channel(self._settings)
 
     async def _call(self, method: str, *args: object) -> object:
+        return await self._answered(self._llm.collective_rpc(method, args=args))
+
+    async def _answered(self, call: Awaitable[T]) -> T:
+        """Awaits a call of the engine, and reports the engine's death.
+
+        Raises:
+            EngineLost: the engine is gone.
+        """
         try:
-            return await ask_workers(self._llm, method, *args)
+            return await answered(self._llm, call)
         except EngineLost as error:
             self._lost(error.message)
             raise
@@ -440,7 +428,7 @@ async def load_lora(llm: "AsyncLLM", lora: Lora) -> None:
         EngineFailed: it cannot be loaded.
     """
     try:
-        await _answered(llm, llm.add_lora(lora_request(lora)))
+        await answered(llm, llm.add_lora(lora_request(lora)))
     except Exception as error:  # vLLM reports any error of a worker as a plain Exception
         raise EngineFailed(
             f"vLLM cannot load the adapter {lora.name} from {lora.path}: {what_happened(error)}. "
@@ -448,16 +436,7 @@ async def load_lora(llm: "AsyncLLM", lora: Lora) -> None:
         ) from error
 
 
-async def ask_workers(llm: "AsyncLLM", method: str, *args: object) -> object:
-    """Calls a method of every worker.
-
-    Raises:
-        EngineLost: the engine is gone.
-    """
-    return await _answered(llm, llm.collective_rpc(method, args=args))
-
-
-async def _answered(llm: "AsyncLLM", call: Awaitable[T]) -> T:
+async def answered(llm: "AsyncLLM", call: Awaitable[T]) -> T:
     """Awaits a call of the engine, unless the engine dies.
 
     Raises:

@@ -72,10 +72,6 @@ class QueueCounter:
         """Nothing has been reported."""
         self.stats = QueueStats()
 
-    def reset(self) -> None:
-        """Discards all reports."""
-        self.stats = QueueStats()
-
     def add(self, report: "SchedulerStats") -> None:
         """Takes the report of a step."""
         cache = report.prefix_cache_stats

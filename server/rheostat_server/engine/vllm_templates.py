@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from rheostat_engine import request_template
@@ -14,32 +14,27 @@ if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
     from vllm.sampling_params import RequestOutputKind
-    from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.exceptions import EngineDeadError
 
     from rheostat_engine import RequestTemplate
 
 _MOST_TEMPLATES = 256
-"""The most `RequestTemplate`s that are kept. The oldest is dropped first."""
+"""The most `RequestTemplate`s that are kept. The least recently used is dropped first."""
 
 
 class RequestTemplates:
     """Makes a template when it is first needed, and keeps at most `_MOST_TEMPLATES`."""
 
-    def __init__(self, llm: "AsyncLLM", loras: Mapping[str, Lora]) -> None:
+    def __init__(self, loras: Mapping[str, Lora], *, has_tokenizer: bool) -> None:
         """Starts without templates.
 
         Args:
-            llm: the engine.
-            loras: its adapters, by name.
+            loras: the engine's adapters, by name.
+            has_tokenizer: whether tokens can be decoded.
         """
-        self._llm = llm
         self._loras = loras
-        self._templates: dict[_TemplateKey, RequestTemplate] = {}
-
-    def __len__(self) -> int:
-        """Number of templates that are kept."""
-        return len(self._templates)
+        self._has_tokenizer = has_tokenizer
+        self._template = lru_cache(_MOST_TEMPLATES)(self._make)
 
     def of(self, job: Job) -> "RequestTemplate":
         """The template for requests with the same settings, adapter and priority as a sample."""
@@ -49,27 +44,18 @@ class RequestTemplates:
             # each sample is a vLLM request. vLLM itself reads only whether there is a seed.
             sampling = replace(sampling, seed=None if sampling.seed is None else 0, samples=1)
         first = job.sample == 0 and sampling.prompt_logprobs is not None
-        key = _TemplateKey(sampling, first, job.lora, job.background)
-        template = self._templates.get(key)
-        if template is None:
-            if len(self._templates) >= _MOST_TEMPLATES:
-                del self._templates[next(iter(self._templates))]
-            lora = lora_request(self._loras[job.lora]) if job.lora else None
-            detokenize = sampling.text and self._llm.tokenizer is not None
-            params = _sampling_params(sampling, key.first, detokenize)
-            template = request_template(params, lora, int(job.background))
-            self._templates[key] = template
-        return template
+        return self._template(sampling, first, job.lora, job.background)
 
+    def _make(
+        self, sampling: SamplingSettings, first: bool, lora: str, background: bool
+    ) -> "RequestTemplate":
+        """Makes a template for requests that are equal in all arguments.
 
-class _TemplateKey(NamedTuple):
-    """The fields in which all requests of a template are equal."""
-
-    sampling: SamplingSettings
-    first: bool
-    """Whether they get log-probabilities of the prompt. Only a first sample does."""
-    lora: str
-    background: bool
+        `first`: whether they get log-probabilities of the prompt. Only a first sample does.
+        """
+        params = _sampling_params(sampling, first, sampling.text and self._has_tokenizer)
+        adapter = lora_request(self._loras[lora]) if lora else None
+        return request_template(params, adapter, int(background))
 
 
 def _sampling_params(settings: SamplingSettings, first: bool, detokenize: bool) -> "SamplingParams":

@@ -31,7 +31,7 @@ from rheostat_server.engine import vllm_backend, vllm_engine, vllm_outputs, vllm
 from rheostat_server.engine.backend import Delta, Job, Start, SteeringUpdate
 from rheostat_server.engine.loras import Lora
 from rheostat_server.engine.sampling import SamplingSettings
-from rheostat_server.engine.vllm_backend import VllmBackend, ask_workers, start_backend
+from rheostat_server.engine.vllm_backend import VllmBackend, answered, start_backend
 from rheostat_server.engine.vllm_engine import LoadedEngine, QueueCounter
 from rheostat_server.engine.vllm_templates import RequestTemplates
 from rheostat_server.errors import Defect, EngineFailed, EngineLost
@@ -56,7 +56,7 @@ class Engine:
         self.looks += 1
         return self.dead
 
-    async def collective_rpc(self, method: str, args: tuple[object, ...]) -> list[int]:
+    async def collective_rpc(self, method: str, args: tuple[object, ...] = ()) -> list[int]:
         self.asked.append((method, args))
         await self.answer.wait()
         return [1, 2]
@@ -65,14 +65,13 @@ class Engine:
 async def test_an_answer_is_passed_on() -> None:
     llm = Engine()
     llm.answer.set()
-    assert await ask_workers(llm, "count", 3) == [1, 2]
-    assert llm.asked == [("count", (3,))]
+    assert await answered(llm, llm.collective_rpc("count")) == [1, 2]
 
 
 async def test_a_slow_answer_is_waited_for(monkeypatch) -> None:
     monkeypatch.setattr(vllm_backend, "_HEARTBEAT", 0.001)
     llm = Engine()
-    asking = asyncio.create_task(ask_workers(llm, "count"))
+    asking = asyncio.create_task(answered(llm, llm.collective_rpc("count")))
     await until(lambda: llm.looks > 2)
     assert not asking.done()
     llm.answer.set()
@@ -81,8 +80,9 @@ async def test_a_slow_answer_is_waited_for(monkeypatch) -> None:
 
 async def test_a_dead_engine_is_not_waited_for(monkeypatch) -> None:
     monkeypatch.setattr(vllm_backend, "_HEARTBEAT", 0.001)
+    llm = Engine(dead=True)
     with pytest.raises(EngineLost):
-        await ask_workers(Engine(dead=True), "count")
+        await answered(llm, llm.collective_rpc("count"))
 
 
 async def test_an_engine_whose_channel_cannot_be_bound_is_ended(monkeypatch, tmp_path) -> None:
@@ -92,14 +92,11 @@ async def test_an_engine_whose_channel_cannot_be_bound_is_ended(monkeypatch, tmp
         def shutdown(self, timeout: float) -> None:
             self.ended = True
 
-    async def describe(llm, method) -> list[object]:
-        return []
-
     llm = Ended()
+    llm.answer.set()
     settings = EngineSettings(f"ipc://{tmp_path}/{'x' * 200}/events", 1, 1)
     loaded = LoadedEngine(llm, settings, QueueCounter(), "cpu", {})
     monkeypatch.setattr(vllm_backend, "load_engine", lambda config: loaded)
-    monkeypatch.setattr(vllm_backend, "ask_workers", describe)
     monkeypatch.setattr(
         vllm_backend, "ModelSites", SimpleNamespace(from_reports=lambda reports: SITES)
     )
@@ -198,8 +195,8 @@ async def test_every_adapter_is_loaded_before_the_engine_serves(monkeypatch, tmp
             self.asked.append(("add_lora", lora))
             return True
 
-    async def describe(llm, method) -> list[object]:
-        raise EngineLost("the end of this test")
+        async def collective_rpc(self, method: str) -> list[object]:
+            raise EngineLost("the end of this test")
 
     llm = Loads()
     llm.shutdown = lambda timeout: None
@@ -207,7 +204,6 @@ async def test_every_adapter_is_loaded_before_the_engine_serves(monkeypatch, tmp
     settings = EngineSettings(f"ipc://{tmp_path}/made/events")
     loaded = LoadedEngine(llm, settings, QueueCounter(), "cpu", loras)
     monkeypatch.setattr(vllm_backend, "load_engine", lambda config: loaded)
-    monkeypatch.setattr(vllm_backend, "ask_workers", describe)
     with pytest.raises(EngineFailed, match="the end of this test"):
         await start_backend(ServerConfig(model="demo"))
     assert llm.asked == [("add_lora", ("a", 1, "/a")), ("add_lora", ("b", 2, "/b"))]
@@ -517,9 +513,8 @@ def adding(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(vllm_templates, "request_template", template)
     monkeypatch.setattr(vllm_backend, "receive_outputs", lambda *_: None)
     backend = object.__new__(VllmBackend)
-    llm = SimpleNamespace(tokenizer=None)
-    backend._loaded = SimpleNamespace(llm=llm)
-    backend._templates = RequestTemplates(llm, {})
+    backend._loaded = SimpleNamespace(llm=None)
+    backend._templates = RequestTemplates({}, has_tokenizer=False)
     backend._texts = backend._turns = None
     return SimpleNamespace(backend=backend, made=made)
 
@@ -537,13 +532,13 @@ async def test_equal_settings_share_a_template_and_each_sample_has_its_own_plan(
 
 
 @pytest.mark.parametrize("text", [True, False])
-@pytest.mark.parametrize("tokenizer", [None, object()])
+@pytest.mark.parametrize("has_tokenizer", [False, True])
 async def test_only_samples_whose_text_is_read_are_decoded(
-    adding, tokenizer: object, text: bool
+    adding, has_tokenizer: bool, text: bool
 ) -> None:
-    adding.backend._loaded.llm.tokenizer = tokenizer
+    adding.backend._templates = RequestTemplates({}, has_tokenizer=has_tokenizer)
     await adding.backend.add_request(job("a", text=text), list, list)
-    assert adding.made[0].params.detokenize is (text and tokenizer is not None)
+    assert adding.made[0].params.detokenize is (text and has_tokenizer)
 
 
 async def test_each_sample_has_its_own_seed_and_only_the_first_the_prompts_log_probabilities(
@@ -559,9 +554,10 @@ async def test_each_sample_has_its_own_seed_and_only_the_first_the_prompts_log_p
 async def test_at_most_256_templates_are_kept(adding) -> None:
     for number in range(300):
         await adding.backend.add_request(job("a", top_k=number), list, list)
-    assert len(adding.backend._templates) == 256
-    await adding.backend.add_request(job("a", top_k=299), list, list)
+    await adding.backend.add_request(job("a", top_k=300 - 256), list, list)
     assert len(adding.made) == 300
+    await adding.backend.add_request(job("a", top_k=300 - 257), list, list)
+    assert len(adding.made) == 301
 
 
 async def test_requests_with_any_seed_share_a_template(adding) -> None:

@@ -75,7 +75,7 @@ class Backend(ScriptedBackend):
         self.llm = llm
         self.vllm = object.__new__(VllmBackend)
         self.vllm._loaded = SimpleNamespace(llm=llm, loras={})
-        self.vllm._templates = RequestTemplates(llm, {})
+        self.vllm._templates = RequestTemplates({}, has_tokenizer=False)
         self.vllm._texts = self.vllm._turns = None
         self.jobs_by_id = {}
 
