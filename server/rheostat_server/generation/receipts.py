@@ -1,8 +1,8 @@
 """Writes receipts: what the engine reports to have done, under the names that the request used."""
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from operator import attrgetter
@@ -30,7 +30,7 @@ _ACT = attrgetter("act")
 
 def estimate_receipt(admitted: AdmittedRequest, samples: Sequence[Sample]) -> int:
     """Bytes that `offload` counts for `write_receipt`."""
-    changes = max((sample.steering_changes for sample in samples), key=len)
+    changes = max((sample.sequence.steering_changes for sample in samples), key=len)
     parts = len(admitted.interventions) + sum(len(change.interventions) for change in changes)
     tokens = sum(len(sample.tokens) for sample in samples)
     work = admitted.work + sum(change.work for change in changes)
@@ -65,16 +65,16 @@ def write_receipt(
             {
                 steering_change.update_id
                 for sample in samples
-                for steering_change in sample.steering_changes
+                for steering_change in sample.sequence.steering_changes
             }
             - {0}
         ),
         # A gain goes to all samples that run, so the sample that ended last had all of them.
-        gain_count=max((sample.gain_count for sample in samples), default=0),
+        gain_count=max((sample.sequence.gain_count for sample in samples), default=0),
     )
     _add_captures(receipt, admitted, handed_over, runs)
-    for record in _records(admitted, samples):
-        _apply(receipt.interventions.add(), record)
+    for intervention, parts in _parts(admitted, samples):
+        _apply(receipt.interventions.add(), intervention, parts)
     return receipt
 
 
@@ -131,7 +131,7 @@ def add_controller(
         return
     receipt.controller.controller_name = admitted.controlled.name
     for sample in samples:
-        disabled = sample.controller_disabled
+        disabled = sample.sequence.controller_disabled
         if disabled is not None:
             receipt.controller.disabled_reason = disabled.reason
             receipt.controller.disabled_from.add(sample=sample.index, position=disabled.first)
@@ -149,11 +149,6 @@ class _Part:
     """The measured doses of its acts, ascending by act, then site."""
     start: int
     end: int
-
-    @property
-    def sites(self) -> frozenset[int]:
-        """The indices of the sites at which it has an act."""
-        return self.intervention.acting_sites
 
     @cached_property
     def by_site(self) -> Mapping[int, Sequence[Dose]]:
@@ -198,7 +193,7 @@ class _Part:
         after = self._selected(self.sample.row_end, self.released.computed[1])
         index = self.intervention.index
         source = self.intervention.source
-        if self.gained and self.sample.last_gain(source, index) is not None:
+        if self.intervention.own and self.sample.last_gain(source, index) is not None:
             at = partial(self.sample.gain_at, source, index)
             return sum(at(position) != 0 for start, end in after for position in range(start, end))
         return length(after)
@@ -215,28 +210,19 @@ class _Part:
             clipped(selection.spans, start, end)
         )
 
-    @property
-    def gained(self) -> bool:
-        """Whether it may have gains."""
-        return self.intervention.own
-
     def _selected(self, start: int, end: int) -> Spans:
         return self.sample.selected(
             self.intervention.selection, max(start, self.start), min(end, self.end)
         )
 
 
-@dataclass
-class _Record:
-    """An intervention in all samples."""
-
-    intervention: Intervention
-    parts: list[_Part] = field(default_factory=list)
-
-
-def _records(admitted: AdmittedRequest, samples: Sequence[Sample]) -> list[_Record]:
-    """Every intervention, in the order in which they became active."""
-    records = {_key(intervention): _Record(intervention) for intervention in admitted.interventions}
+def _parts(
+    admitted: AdmittedRequest, samples: Sequence[Sample]
+) -> Iterable[tuple[Intervention, list[_Part]]]:
+    """Every intervention in all samples, in the order in which they became active."""
+    found: dict[tuple[object, ...], tuple[Intervention, list[_Part]]] = {
+        _key(intervention): (intervention, []) for intervention in admitted.interventions
+    }
     for sample in samples:
         if sample.released is None:
             continue
@@ -244,18 +230,15 @@ def _records(admitted: AdmittedRequest, samples: Sequence[Sample]) -> list[_Reco
         index = 0
         for acting, start, end in _periods(admitted, sample):
             for intervention in acting:
-                record = records.get(_key(intervention))
-                if record is None:
-                    record = records[_key(intervention)] = _Record(intervention)
+                _, parts = found.setdefault(_key(intervention), (intervention, []))
                 if intervention.acts:
                     after = index + len(intervention.acts)
                     first = bisect_left(doses, index, key=_ACT)
                     mine = doses[first : bisect_left(doses, after, key=_ACT)]
-                    part = _Part(sample, sample.released, intervention, mine, start, end)
-                    record.parts.append(part)
+                    parts.append(_Part(sample, sample.released, intervention, mine, start, end))
                     index = after
             index += admitted.read_count
-    return list(records.values())
+    return found.values()
 
 
 def _key(intervention: Intervention) -> tuple[object, ...]:
@@ -279,29 +262,28 @@ class _Period(NamedTuple):
 
 def _periods(admitted: AdmittedRequest, sample: Sample) -> Iterator[_Period]:
     """The periods of a sample, in the order of the acts in its last plan."""
-    ends = [change.first for change in sample.steering_changes]
+    ends = [change.first for change in sample.sequence.steering_changes]
     yield _Period(admitted.interventions, 0, min(ends, default=OPEN_END))
-    for index, change in enumerate(sample.steering_changes):
+    for index, change in enumerate(sample.sequence.steering_changes):
         end = min(ends[index + 1 :], default=OPEN_END)
         yield _Period(change.interventions, change.first, end)
 
 
-def _apply(message: receipt_pb2.AppliedIntervention, record: _Record) -> None:
+def _apply(
+    message: receipt_pb2.AppliedIntervention, intervention: Intervention, parts: Sequence[_Part]
+) -> None:
     """Writes what an intervention did. It has no rows if it would not have changed a bit."""
-    intervention = record.intervention
     message.MergeFromString(intervention.receipt)
-    _add_rows(message, record.parts)
-    for part in record.parts:
-        if part.gained:
+    _add_rows(message, parts)
+    for part in parts:
+        if intervention.own:  # others have no gains
             gain = part.sample.last_gain(intervention.source, intervention.index)
             if gain is not None:
                 message.last_gain = gain
-    sites = _sites_together(intervention, record.parts)
+    sites = _sites_together(intervention, parts)
     if sites is None:
         each = zip(intervention.site_fields, intervention.site_indices, strict=True)
-        sites = b"".join(
-            [applied_site(field, *_measured(site, record.parts)) for field, site in each]
-        )
+        sites = b"".join([applied_site(field, *_measured(site, parts)) for field, site in each])
     message.MergeFromString(sites)
 
 
@@ -335,7 +317,7 @@ def _measured(site: int, parts: Sequence[_Part]) -> tuple[int, Moved | None]:
     The scheduler may run some steps past the sample's end. The measured doses include their rows,
     so they are subtracted here, unless a gate decides whether they are counted.
     """
-    acting = [part for part in parts if site in part.sites]
+    acting = [part for part in parts if site in part.intervention.acting_sites]
     for part in acting:
         if not part.released.measured:
             return sum(other.computed_rows for other in acting), None

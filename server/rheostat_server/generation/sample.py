@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from google.protobuf import duration_pb2
 
-from rheostat_engine import ControllerDisabled, Released, Spans
+from rheostat_engine import Released, Spans
 from rheostat_server.admission.admitted_request import AdmittedRequest
 from rheostat_server.admission.baseline import asked_for
 from rheostat_server.delivery.byte_budget import ByteCounter
@@ -18,7 +18,6 @@ from rheostat_server.requests.sequence import (
     FINISH_REASONS,
     EngineSequence,
     SequenceKind,
-    SteeringChange,
 )
 from rheostat_server.selectors.selection import Selection
 from rheostat_wire.v1 import generation_pb2, generation_service_pb2
@@ -55,7 +54,7 @@ class Sample:
         self.released: Released | None = None
         self.signals_end = 0
         """One past the last position whose signals were sent."""
-        self._sequence = sequence
+        self.sequence = sequence
         self._baseline = sequence.kind is SequenceKind.BASELINE
         self._compared = sequence.kind is SequenceKind.OWN and admitted.baseline is not None
         self._admitted = admitted
@@ -70,22 +69,7 @@ class Sample:
     @property
     def done(self) -> bool:
         """Whether no more output or events can come."""
-        return self.ended and (self.released is not None or not self._sequence.job.has_plan)
-
-    @property
-    def steering_changes(self) -> Sequence[SteeringChange]:
-        """The changes of its steering while it ran, in order."""
-        return self._sequence.steering_changes
-
-    @property
-    def gain_count(self) -> int:
-        """Number of gains that were applied to it."""
-        return self._sequence.gain_count
-
-    @property
-    def controller_disabled(self) -> ControllerDisabled | None:
-        """The report that its controller was disabled; None if it was not."""
-        return self._sequence.controller_disabled
+        return self.ended and (self.released is not None or not self.sequence.job.has_plan)
 
     def gain_at(self, source: tuple[str, int], index: int, position: int) -> float:
         """The gain of an intervention at one of the sample's last positions.
@@ -95,14 +79,14 @@ class Sample:
             index: its index in that list.
             position: the position.
         """
-        for applied in reversed(self._sequence.gains):
+        for applied in reversed(self.sequence.gains):
             if applied.source == source and applied.first <= position:
                 return applied.gains[index]
         return 1.0
 
     def last_gain(self, source: tuple[str, int], index: int) -> float | None:
         """The last gain of an intervention; None if none was set. Arguments as in `gain_at`."""
-        gains = self._sequence.last_gains.get(source)
+        gains = self.sequence.last_gains.get(source)
         return None if gains is None else gains[index]
 
     @property
@@ -113,7 +97,7 @@ class Sample:
         ended after the signals of its row had left.
         """
         end = self.token_end
-        if self.ending in (Ending.RULE, Ending.WATCH) and self._sequence.fired_row == end - 1:
+        if self.ending in (Ending.RULE, Ending.WATCH) and self.sequence.fired_row == end - 1:
             return end
         return max(end - 1, self.signals_end)
 
