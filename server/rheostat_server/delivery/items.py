@@ -81,7 +81,8 @@ class End(NamedTuple):
     feed: ItemSource
 
 
-DeliveryItem = Chunk | EncodedChunk | Loss | End
+RowItem = Chunk | EncodedChunk | Loss
+DeliveryItem = RowItem | End
 
 
 def size_of(item: DeliveryItem) -> int:

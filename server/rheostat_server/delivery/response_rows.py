@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from rheostat_engine.cached_property import cached_property
 from rheostat_server.delivery.delivery_buffer import DeliveryBuffer
-from rheostat_server.delivery.items import DeliveryItem, End
+from rheostat_server.delivery.items import End, RowItem
 from rheostat_server.delivery.row_feed import RowFeed
 from rheostat_wire.v1 import capture_pb2
 
@@ -59,7 +59,7 @@ class ResponseRows:
         """Whether everything has left."""
         return not self._left
 
-    def take(self) -> DeliveryItem | None:
+    def take(self) -> RowItem | None:
         """Removes and returns the next item, from each feed in turn.
 
         None: no item can leave until `news` is set.

@@ -23,8 +23,7 @@ from google.protobuf.message import Message
 
 from rheostat_engine import Plan, Released
 from rheostat_server.admission.admitted_request import AdmittedRequest
-from rheostat_server.delivery.items import Chunk, EncodedChunk, Loss
-from rheostat_server.delivery.items import DeliveryItem as RowItem
+from rheostat_server.delivery.items import Loss, RowItem
 from rheostat_server.delivery.response_rows import LOSSLESS
 from rheostat_server.delivery.row_messages import CapturedRows, captured_rows, dropped, few_rows
 from rheostat_server.engine.backend import Delta
@@ -435,7 +434,6 @@ class _Stream:
                 if isinstance(item, Loss):
                     direct.send(self._dropped(item))
                     continue
-                assert isinstance(item, (Chunk, EncodedChunk))
                 rows = few_rows(item)
                 if rows is None:
                     self._next_rows = item
@@ -574,10 +572,7 @@ class _Stream:
 
     async def _rows(self, item: RowItem) -> Response | CapturedRows:
         """Captured rows, or the response for lost rows."""
-        if isinstance(item, (Chunk, EncodedChunk)):
-            return await captured_rows(item)
-        assert isinstance(item, Loss)
-        return self._dropped(item)
+        return self._dropped(item) if isinstance(item, Loss) else await captured_rows(item)
 
     def _dropped(self, item: Loss) -> Response:
         """The response for lost rows."""
