@@ -8,7 +8,7 @@ import asyncio
 import logging
 import struct
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -279,7 +279,7 @@ class SpillQueue:
         self._hungry = False
         try:
             most = min(_READ_BYTES, self._buffer.limit // 4)
-            records = await on_pool(_POOL, _load, self._file, most)
+            records = await on_pool(_POOL, _load, self._file, most, dict(self._feeds))
         except (OSError, SpillFileDamaged):
             if not self._closed:
                 self._on_broken(
@@ -297,20 +297,9 @@ class SpillQueue:
             self._written -= 1
             self.rows -= record.rows
             self.bytes -= record.size
-            item = self._restored(record)
-            self._back.append(item)
-            self._memory.add(size_of(item))
+            self._back.append(record.item)
+            self._memory.add(size_of(record.item))
         self._buffer.news.set()
-
-    def _restored(self, record: "_Loaded") -> DeliveryItem:
-        feed = self._feeds[record.feed]
-        if isinstance(record.message, capture_pb2.Captured):
-            return EncodedChunk(feed, record.sequence_key, record.message)
-        if record.message is None:
-            return End(feed)
-        lost = record.message
-        spans = tuple((run.start, run.start + run.count) for run in lost.positions)
-        return Loss(feed, record.sequence_key, lost.capture_index, spans, lost.row_count)
 
     def _number(self, feed: ItemSource) -> int:
         number = self._numbers.get(feed)
@@ -324,11 +313,9 @@ class SpillQueue:
 class _Loaded(NamedTuple):
     """An item that was read back."""
 
-    feed: int
-    sequence_key: SequenceKey
+    item: DeliveryItem
     rows: int
     size: int
-    message: capture_pb2.Captured | capture_pb2.Dropped | None
 
 
 def _rows(item: DeliveryItem) -> int:
@@ -357,16 +344,18 @@ def _encoded(item: DeliveryItem, feed: int) -> bytes:
     return _LABEL.pack(kind, feed, *item.sequence_key, _rows(item), size_of(item)) + message
 
 
-def _load(file: SpillFile, most: int) -> list[_Loaded]:
-    return [_decoded(record) for record in file.read(most)]
+def _load(file: SpillFile, most: int, feeds: Mapping[int, ItemSource]) -> list[_Loaded]:
+    return [_decoded(record, feeds) for record in file.read(most)]
 
 
-def _decoded(record: bytes) -> _Loaded:
-    kind, feed, sample, baseline, rows, size = _LABEL.unpack_from(record)
-    body = record[_LABEL.size :]
-    message: capture_pb2.Captured | capture_pb2.Dropped | None = None
+def _decoded(record: bytes, feeds: Mapping[int, ItemSource]) -> _Loaded:
+    kind, number, sample, baseline, rows, size = _LABEL.unpack_from(record)
+    body, feed, key = record[_LABEL.size :], feeds[number], SequenceKey(sample, bool(baseline))
+    item: DeliveryItem = End(feed)
     if kind == _CHUNK:
-        message = capture_pb2.Captured.FromString(body)
+        item = EncodedChunk(feed, key, capture_pb2.Captured.FromString(body))
     elif kind == _LOSS:
-        message = capture_pb2.Dropped.FromString(body)
-    return _Loaded(feed, SequenceKey(sample, bool(baseline)), rows, size, message)
+        lost = capture_pb2.Dropped.FromString(body)
+        spans = tuple((run.start, run.start + run.count) for run in lost.positions)
+        item = Loss(feed, key, lost.capture_index, spans, lost.row_count)
+    return _Loaded(item, rows, size)
