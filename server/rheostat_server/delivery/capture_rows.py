@@ -15,6 +15,7 @@ import heapq
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import chain
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -443,7 +444,7 @@ class CaptureRows:
     def _ascending(self) -> Iterator[RowBatch]:
         """All batches with waiting rows, by their first position."""
         queues = [(batch for batch in queue if batch.count) for queue in self._queues.values()]
-        return heapq.merge(*queues, key=_first) if len(queues) > 1 else chain(*queues)
+        return heapq.merge(*queues, key=attrgetter("first")) if len(queues) > 1 else chain(*queues)
 
     def take(self, frontier: int) -> dict[int, SiteColumn]:
         """Removes and returns all rows below a position, by site; empty if there are none."""
@@ -505,10 +506,6 @@ def _strip(batches: deque[RowBatch]) -> None:
         batches.popleft()
     while batches and not batches[-1].count:
         batches.pop()
-
-
-def _first(batch: RowBatch) -> int:
-    return batch.first
 
 
 def _joined(columns: list[SiteColumn]) -> SiteColumn:
