@@ -62,25 +62,20 @@ class FloatType(Enum):
     @property
     def finite_max(self) -> float:
         """The largest finite number."""
-        return _LARGEST[self]
+        bits, exponent = _BITS[self]
+        return (2 - 2.0**-bits) * 2.0**exponent
 
     @property
     def largest(self) -> float:
         """Magnitudes below this stay finite when rounded to this type."""
-        return _OVERFLOW[self]
+        bits, exponent = _BITS[self]
+        # The largest finite number and half of its last place: from there on, rounding gives
+        # infinity.
+        return (2 - 2.0 ** -(bits + 1)) * 2.0**exponent
 
 
-_LARGEST = {
-    FloatType.FLOAT32: (2 - 2.0**-23) * 2.0**127,
-    FloatType.FLOAT16: (2 - 2.0**-10) * 2.0**15,
-    FloatType.BFLOAT16: (2 - 2.0**-7) * 2.0**127,
-}
-# The largest finite value and half of its last place: from there on rounding gives infinity.
-_OVERFLOW = {
-    FloatType.FLOAT32: (2 - 2.0**-24) * 2.0**127,
-    FloatType.FLOAT16: (2 - 2.0**-11) * 2.0**15,
-    FloatType.BFLOAT16: (2 - 2.0**-8) * 2.0**127,
-}
+_BITS = {FloatType.FLOAT32: (23, 127), FloatType.FLOAT16: (10, 15), FloatType.BFLOAT16: (7, 127)}
+"""Bits of the fraction, and the largest exponent, of each type."""
 
 
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
@@ -156,25 +151,16 @@ def widen(data: bytes, kind: FloatType) -> FloatArray:
     return widened(np.frombuffer(data, dtype=kind.numpy), kind)
 
 
-def encode_rows(
-    rows: StoredArray,  # [..., width], float32, float16, or uint16 with bfloat16's bits
-    *,
-    row_type: FloatType,
-    wanted: FloatType,
-) -> tensor_pb2.Tensor:
-    """Makes a raw tensor of rows, with a checksum. Narrowing rounds to nearest, ties to even."""
-    payload = converted(rows, row_type=row_type, wanted=wanted).tobytes()
-    return tensor_pb2.Tensor(
-        dtype=wanted.wire,
-        shape=rows.shape,
-        encoding=tensor_pb2.ENCODING_RAW,
-        inline=payload,
-        crc32c=google_crc32c.value(payload),
-    )
-
-
 def converted(rows: StoredArray, *, row_type: FloatType, wanted: FloatType) -> StoredArray:
-    """Converts rows from type `row_type` to `wanted`. If both are equal, the bits do not change."""
+    """Converts rows from type `row_type` to `wanted`. If both are equal, the bits do not change.
+
+    Narrowing rounds to nearest, ties to even.
+
+    Args:
+        rows: [..., width]; float32, float16, or uint16 with the bits of bfloat16.
+        row_type: their type.
+        wanted: the type of the result.
+    """
     if row_type is wanted:
         return np.ascontiguousarray(rows, dtype=row_type.numpy)
     return narrow(widened(rows, row_type), wanted.dtype)

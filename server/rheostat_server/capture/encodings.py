@@ -6,7 +6,7 @@ from functools import lru_cache
 import google_crc32c
 import numpy as np
 
-from rheostat_server.tensors import FloatType, converted, encode_rows, widened
+from rheostat_server.tensors import FloatType, converted, widened
 from rheostat_wire import byte_planes
 from rheostat_wire.dtypes import FloatArray, StoredArray
 from rheostat_wire.projection import projection_matrix
@@ -32,14 +32,13 @@ class Form:
         self, rows: StoredArray, *, row_type: FloatType, wanted: FloatType
     ) -> tensor_pb2.Tensor:
         """Encodes rows [..., W] of type `row_type`. The tensor's element type is `wanted`."""
-        if self.encoding == tensor_pb2.ENCODING_RAW:
-            return encode_rows(rows, row_type=row_type, wanted=wanted)
-        if self.encoding == tensor_pb2.ENCODING_LZ4_PLANES:
-            elements = converted(rows, row_type=row_type, wanted=wanted)
-            payload = byte_planes.compress(elements.tobytes(), elements.itemsize)
-        else:
+        if self.coded:
             wide = np.ascontiguousarray(widened(rows, row_type))
             payload = self._coded(wide.reshape(-1, rows.shape[-1]))
+        else:
+            payload = converted(rows, row_type=row_type, wanted=wanted).tobytes()
+            if self.encoding == tensor_pb2.ENCODING_LZ4_PLANES:
+                payload = byte_planes.compress(payload, wanted.itemsize)
         return self.tensor(payload, rows.shape, wanted)
 
     @property

@@ -86,26 +86,6 @@ def tensor_of(
     return form.encode(stack_rows(rows), row_type=kind, wanted=kind)
 
 
-def write_rows(
-    parts: Sequence[SiteRows],
-    capture: ResolvedCapture,
-    row_type: FloatType,
-    tensor: tensor_pb2.Tensor,
-) -> None:
-    """Makes `tensor_of` in an empty message.
-
-    Args:
-        parts: the rows, site by site.
-        capture: says what becomes of them.
-        row_type: element type of raw rows.
-        tensor: the message.
-    """
-    if capture.form.encoding != tensor_pb2.ENCODING_RAW:
-        tensor.CopyFrom(tensor_of(parts, capture, row_type))
-    else:
-        tensor.inline = bytes_of(write_raw(parts, capture, row_type, tensor))
-
-
 def write_raw(
     parts: Sequence[SiteRows],
     capture: ResolvedCapture,
@@ -133,10 +113,10 @@ def write_raw(
         np.concatenate(rows, out=room.view(rows[0].dtype).reshape(-1, rows[0].shape[1]))
         payload = room.data
     elif len(rows) == 1:
-        payload = _bytes(rows[0])
+        payload = view_of(rows[0])
     else:
         payload = b"".join([np.ascontiguousarray(part).data for part in rows])
-    _describe(tensor, (len(rows), len(rows[0]), capture.numbers), capture, payload)
+    describe_raw(tensor, (len(rows), len(rows[0]), capture.numbers), capture.kind, payload)
     return payload
 
 
@@ -160,26 +140,23 @@ def write_joined(
     """
     if row_type is not capture.kind:
         rows = converted(rows, row_type=row_type, wanted=capture.kind)
-    payload = _bytes(rows) if room is None else room.data
+    payload = view_of(rows) if room is None else room.data
     if room is not None:
         np.copyto(room.view(rows.dtype).reshape(rows.shape), rows)
-    _describe(tensor, (rows.shape[0], rows.shape[1], capture.numbers), capture, payload)
+    describe_raw(tensor, (*rows.shape[:2], capture.numbers), capture.kind, payload)
     return payload
 
 
-def _bytes(rows: StoredArray) -> memoryview:
+def view_of(rows: StoredArray) -> memoryview:
     """The bytes of rows; a view if they are contiguous."""
     return np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data
 
 
-def _describe(
-    tensor: tensor_pb2.Tensor,
-    shape: tuple[int, int, int],
-    capture: ResolvedCapture,
-    payload: Payload,
+def describe_raw(
+    tensor: tensor_pb2.Tensor, shape: Sequence[int], kind: FloatType, payload: Payload
 ) -> None:
     """Writes everything about a raw payload into its tensor."""
-    tensor.dtype = capture.kind.wire
+    tensor.dtype = kind.wire
     tensor.shape.extend(shape)
     tensor.encoding = tensor_pb2.ENCODING_RAW
     tensor.crc32c = google_crc32c.value(np.frombuffer(payload, np.uint8))

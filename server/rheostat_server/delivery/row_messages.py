@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from rheostat_engine import Spans
-from rheostat_server.capture.row_tensors import bytes_of, write_rows
+from rheostat_server.capture.row_tensors import bytes_of, tensor_of
 from rheostat_server.delivery.items import Chunk, EncodedChunk, Loss
 from rheostat_server.limits import OFFLOAD_BYTES
 from rheostat_server.selectors.sites import write_site
@@ -100,10 +100,7 @@ def label_captured(message: capture_pb2.Captured, chunk: Chunk, *, with_sites: b
 
 def captured_of(chunk: Chunk) -> capture_pb2.Captured:
     """Rows, encoded."""
-    message, block = capture_pb2.Captured(), chunk.block
-    label_captured(message, chunk)
-    write_rows(block.parts, block.capture, block.row_type, message.tensor)
-    return message
+    return encoded_rows(chunk).to_message()
 
 
 def few_rows(item: Chunk | EncodedChunk) -> CapturedRows | None:
@@ -122,10 +119,12 @@ async def captured_rows(item: Chunk | EncodedChunk) -> CapturedRows:
 
 def encoded_rows(chunk: Chunk) -> CapturedRows:
     """Rows, encoded. A raw payload is a view of them if they are in one array."""
-    block = chunk.block
+    message, block = capture_pb2.Captured(), chunk.block
     if block.capture.form.encoding != tensor_pb2.ENCODING_RAW:
-        return CapturedRows(captured_of(chunk))
-    message, tensor = capture_pb2.Captured(), tensor_pb2.Tensor()
+        label_captured(message, chunk)
+        message.tensor.CopyFrom(tensor_of(block.parts, block.capture, block.row_type))
+        return CapturedRows(message)
+    tensor = tensor_pb2.Tensor()
     label_captured(message, chunk, with_sites=not block.of_all_sites)
     payload = block.write_raw(tensor)
     sites = block.capture.site_forms.labels if block.of_all_sites else b""

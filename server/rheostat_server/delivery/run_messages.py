@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
 from rheostat_engine import Site
 from rheostat_server.capture.encodings import Form
+from rheostat_server.capture.row_tensors import describe_raw, view_of
 from rheostat_server.delivery.capture_rows import CHUNK_POSITIONS
 from rheostat_server.delivery.row_messages import CapturedRows, add_runs
 from rheostat_server.limits import CHUNK_BYTES
@@ -45,14 +45,9 @@ class RunChunk(NamedTuple):
             encoded = form.encode(rows, row_type=run.dtype, wanted=run.dtype)
             message.tensor.CopyFrom(encoded)
             return CapturedRows(message)
-        elements = np.ascontiguousarray(rows).reshape(-1).view(np.uint8)
-        tensor = tensor_pb2.Tensor(
-            dtype=run.dtype.wire,
-            shape=rows.shape,
-            encoding=tensor_pb2.ENCODING_RAW,
-            crc32c=google_crc32c.value(elements),
-        )
-        return CapturedRows(message, tensor, elements.data)
+        tensor, payload = tensor_pb2.Tensor(), view_of(rows)
+        describe_raw(tensor, rows.shape, run.dtype, payload)
+        return CapturedRows(message, tensor, payload)
 
 
 def run_chunks(run: Run, sites: tuple[Site, ...], at: npt.NDArray[np.intp]) -> Iterator[RunChunk]:

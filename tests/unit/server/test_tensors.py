@@ -15,7 +15,7 @@ from rheostat_server.steering.vector_lookup import inline_vector
 from rheostat_server.tensors import (
     FloatType,
     checked_payload,
-    encode_rows,
+    converted,
     float_type,
     widen,
 )
@@ -112,14 +112,8 @@ def test_bfloat16_widens_to_the_float32_with_the_same_upper_half() -> None:
 
 def test_rows_in_their_own_type_keep_every_bit() -> None:
     rows = np.array([[0x7FC1, 0x8000, 0x3F80]], dtype=np.uint16)
-    sent = encode_rows(rows, row_type=FloatType.BFLOAT16, wanted=FloatType.BFLOAT16)
-    assert sent == tensor_pb2.Tensor(
-        dtype=tensor_pb2.DTYPE_BFLOAT16,
-        shape=[1, 3],
-        encoding=tensor_pb2.ENCODING_RAW,
-        inline=rows.astype("<u2").tobytes(),
-        crc32c=google_crc32c.value(rows.astype("<u2").tobytes()),
-    )
+    sent = converted(rows, row_type=FloatType.BFLOAT16, wanted=FloatType.BFLOAT16)
+    assert sent.tobytes() == rows.astype("<u2").tobytes()
 
 
 def test_narrowing_to_bfloat16_rounds_to_nearest_and_ties_to_even() -> None:
@@ -128,16 +122,16 @@ def test_narrowing_to_bfloat16_rounds_to_nearest_and_ties_to_even() -> None:
         [1.0, 1 + step / 2, 1 + 3 * step / 2, 1 + step * 0.51, -1 - step * 0.49, np.inf, np.nan],
         dtype=np.float32,
     )
-    sent = encode_rows(exact[None], row_type=FloatType.FLOAT32, wanted=FloatType.BFLOAT16)
-    got = widen(sent.inline, FloatType.BFLOAT16)
+    sent = converted(exact[None], row_type=FloatType.FLOAT32, wanted=FloatType.BFLOAT16)
+    got = widen(sent.tobytes(), FloatType.BFLOAT16)
     expected = [1.0, 1.0, 1 + 2 * step, 1 + step, -1.0, np.inf, np.nan]
     np.testing.assert_array_equal(got, np.array(expected, dtype=np.float32))
 
 
 def test_narrowing_to_float16_is_what_numpy_does() -> None:
     rows = np.array([[1e-8, 65504.0, 70000.0, 1 / 3]], dtype=np.float32)
-    sent = encode_rows(rows, row_type=FloatType.FLOAT32, wanted=FloatType.FLOAT16)
-    got = np.frombuffer(sent.inline, dtype="<f2")
+    sent = converted(rows, row_type=FloatType.FLOAT32, wanted=FloatType.FLOAT16)
+    got = np.frombuffer(sent.tobytes(), dtype="<f2")
     with np.errstate(over="ignore"):
         np.testing.assert_array_equal(got, rows[0].astype(np.float16))
 
@@ -151,5 +145,5 @@ def test_the_limit_of_a_type_is_where_rounding_gives_infinity(kind: FloatType) -
             assert np.isinf(np.float32(kind.largest))
         return
     rows = np.array([[np.float32(kind.largest), np.nextafter(np.float32(kind.largest), 0)]])
-    sent = encode_rows(rows.astype(np.float32), row_type=FloatType.FLOAT32, wanted=kind)
-    assert np.isinf(widen(sent.inline, kind)).tolist() == [True, False]
+    sent = converted(rows.astype(np.float32), row_type=FloatType.FLOAT32, wanted=kind)
+    assert np.isinf(widen(sent.tobytes(), kind)).tolist() == [True, False]

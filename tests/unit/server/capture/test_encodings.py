@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as hnp
 import rheostat
 from rheostat._capture.encodings import Decoded, read_tensor
 from rheostat_server.capture.encodings import Form
-from rheostat_server.tensors import FloatType, encode_rows
+from rheostat_server.tensors import FloatType
 from rheostat_wire.v1 import tensor_pb2
 
 LARGEST = float(np.finfo(np.float32).max)
@@ -139,8 +139,14 @@ def test_byte_planes_are_exact_to_the_bits_of_nan(kind: FloatType, data) -> None
     rows = bits if kind is FloatType.BFLOAT16 else bits.view(f"<f{kind.itemsize}")
     encode = Form(PLANES).encode
     packed = encode(rows, row_type=kind, wanted=kind)
-    raw = encode_rows(rows, row_type=kind, wanted=kind)
-    assert raw.inline == bits.tobytes()
+    raw = Form().encode(rows, row_type=kind, wanted=kind)
+    assert raw == tensor_pb2.Tensor(
+        dtype=kind.wire,
+        shape=rows.shape,
+        encoding=tensor_pb2.ENCODING_RAW,
+        inline=bits.tobytes(),
+        crc32c=google_crc32c.value(bits.tobytes()),
+    )
     assert read_tensor(packed).values.tobytes() == read_tensor(raw).values.tobytes()
 
 
