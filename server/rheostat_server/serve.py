@@ -38,13 +38,7 @@ from rheostat_server.engine.backend import Backend
 from rheostat_server.engine.loras import read_loras
 from rheostat_server.engine.vllm_backend import start_backend
 from rheostat_server.engine.vllm_engine import model_path
-from rheostat_server.errors import (
-    EngineDied,
-    InvalidConfig,
-    PortInUse,
-    ServerFailed,
-    SinksFailed,
-)
+from rheostat_server.errors import EngineDied, InvalidConfig, PortInUse, ServerFailed, SinksFailed
 from rheostat_server.front_ends.core_server import grpc_address
 from rheostat_server.front_ends.grpc_server import GrpcServer
 from rheostat_server.front_ends.supervisor import FrontEnds

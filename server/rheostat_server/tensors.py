@@ -11,11 +11,7 @@ from enum import Enum
 import google_crc32c
 import numpy as np
 
-from rheostat_server.errors import (
-    InvalidValue,
-    MissingField,
-    TensorPayload,
-)
+from rheostat_server.errors import InvalidValue, MissingField, TensorPayload
 from rheostat_server.limits import TENSOR_RANK
 from rheostat_server.validation import field_path, known_enum
 from rheostat_wire import byte_planes

@@ -9,13 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from google.protobuf.message import Message
 
-from rheostat_server.errors import (
-    InvalidValue,
-    MissingField,
-    NonFinite,
-    UnknownEnum,
-    UnknownToken,
-)
+from rheostat_server.errors import InvalidValue, MissingField, NonFinite, UnknownEnum, UnknownToken
 from rheostat_server.limits import ID_BYTES, LABEL_KEY_BYTES, LABEL_VALUE_BYTES, LABELS
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")

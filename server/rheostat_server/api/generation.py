@@ -17,11 +17,7 @@ from rheostat_server.tasks.client_messages import ClientMessages
 from rheostat_server.tasks.direct_messages import direct_messages
 from rheostat_server.tasks.offload import offload
 from rheostat_wire.message_parts import MessageParts
-from rheostat_wire.v1 import (
-    generation_service_pb2,
-    generation_service_pb2_grpc,
-    types_pb2,
-)
+from rheostat_wire.v1 import generation_service_pb2, generation_service_pb2_grpc, types_pb2
 
 _pb = generation_service_pb2
 

@@ -22,19 +22,10 @@ from google.protobuf.message import Message
 from google.rpc import status_pb2
 
 from rheostat_server.api.incoming import Calls, Incoming, Reader
-from rheostat_server.errors import (
-    DeadlinePassed,
-    Defect,
-    NotImplementedHere,
-    RheostatError,
-)
+from rheostat_server.errors import DeadlinePassed, Defect, NotImplementedHere, RheostatError
 from rheostat_server.errors.status import to_status
 from rheostat_server.front_ends.call import Call
-from rheostat_server.limits import (
-    CONTROL_MESSAGE_BYTES,
-    SUBSCRIBE_OPEN_BYTES,
-    TENSOR_MESSAGE_BYTES,
-)
+from rheostat_server.limits import CONTROL_MESSAGE_BYTES, SUBSCRIBE_OPEN_BYTES, TENSOR_MESSAGE_BYTES
 from rheostat_server.tasks.direct_messages import DirectMessages, offer_direct_messages
 from rheostat_server.tasks.interruption import Interruption
 from rheostat_server.tasks.tracebacks import drop_tracebacks

@@ -11,10 +11,7 @@ from rheostat_engine import Codec, Directions, ModelSites, RowEncoding, Site
 from rheostat_engine.cached_property import cached_property
 from rheostat_server import validation
 from rheostat_server.capture.encodings import RAW, Form
-from rheostat_server.capture.projections import (
-    Projection,
-    resolve_projection,
-)
+from rheostat_server.capture.projections import Projection, resolve_projection
 from rheostat_server.errors import InvalidValue, MissingField, NotSupported
 from rheostat_server.limits import CAPTURES
 from rheostat_server.runs.store import RunStore

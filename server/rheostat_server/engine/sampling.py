@@ -7,12 +7,7 @@ import numpy as np
 
 from rheostat_server import validation
 from rheostat_server.config import ModelInfo
-from rheostat_server.errors import (
-    InvalidValue,
-    MissingField,
-    NoTokenizer,
-    PromptTooLong,
-)
+from rheostat_server.errors import InvalidValue, MissingField, NoTokenizer, PromptTooLong
 from rheostat_server.limits import (
     PROMPT_LOGPROBS,
     SAMPLED_PROMPT_TOKENS,

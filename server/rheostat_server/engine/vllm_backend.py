@@ -46,11 +46,7 @@ from rheostat_server.engine.vllm_engine import (
     what_happened,
 )
 from rheostat_server.engine.vllm_outputs import DeltaReader, OutputTurns, TokenTexts
-from rheostat_server.engine.vllm_templates import (
-    RequestTemplates,
-    engine_dead_error,
-    lora_request,
-)
+from rheostat_server.engine.vllm_templates import RequestTemplates, engine_dead_error, lora_request
 from rheostat_server.engine.warm_up import warm_up
 from rheostat_server.errors import Defect, EngineFailed, EngineLost
 from rheostat_server.prompts.tokenizer import HuggingFaceTokenizer, Tokenizer

@@ -14,11 +14,7 @@ from rheostat_server.admission.baseline import asked_for
 from rheostat_server.delivery.byte_budget import ByteCounter
 from rheostat_server.engine.backend import Delta, Ending, StoppedBy
 from rheostat_server.requests.delta_weight import readings_weight
-from rheostat_server.requests.sequence import (
-    FINISH_REASONS,
-    EngineSequence,
-    SequenceKind,
-)
+from rheostat_server.requests.sequence import FINISH_REASONS, EngineSequence, SequenceKind
 from rheostat_server.selectors.selection import Selection
 from rheostat_wire.v1 import generation_pb2, generation_service_pb2
 

@@ -10,13 +10,7 @@ from contextlib import aclosing
 
 from rheostat_server.admission.admit import admit
 from rheostat_server.delivery.row_messages import CapturedRows
-from rheostat_server.errors import (
-    Defect,
-    InvalidValue,
-    MissingField,
-    QueueFull,
-    RheostatError,
-)
+from rheostat_server.errors import Defect, InvalidValue, MissingField, QueueFull, RheostatError
 from rheostat_server.generation.joined_events import Event, joined_events
 from rheostat_server.generation.responses import run
 from rheostat_server.limits import RETRY_SECONDS, UNREAD_ANSWERS

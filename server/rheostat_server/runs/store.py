@@ -26,14 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rheostat_engine import Site
-from rheostat_server.errors import (
-    Resource,
-    RowsLost,
-    RunExists,
-    RunInUse,
-    RunNotFound,
-    StoreFull,
-)
+from rheostat_server.errors import Resource, RowsLost, RunExists, RunInUse, RunNotFound, StoreFull
 from rheostat_server.runs.targets import RunTarget
 from rheostat_server.sinks import CaptureAbout, Ending, Labels, Outcome, RowBlock
 from rheostat_server.sinks.tables import NUMPY

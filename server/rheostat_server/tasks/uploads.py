@@ -6,11 +6,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from rheostat_server.errors import RheostatError, TruncatedUpload
-from rheostat_server.limits import (
-    UPLOAD_BYTES_PER_SECOND,
-    UPLOAD_GRACE_SECONDS,
-    VECTOR_BYTES,
-)
+from rheostat_server.limits import UPLOAD_BYTES_PER_SECOND, UPLOAD_GRACE_SECONDS, VECTOR_BYTES
 
 _DRAIN_SECONDS = 1.0
 """Seconds for which a refused upload is still read."""
