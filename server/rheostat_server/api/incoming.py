@@ -10,7 +10,7 @@ The rules:
 * A call counts from its start. A call above the limit is refused before its message is read.
 * A large request reserves memory in `REQUESTS_BYTES` before it is decoded, until its call ends. A
   later message of a stream reserves memory until the next message arrives, and for longer if its
-  handler keeps it (`Messages.keep`).
+  handler keeps it (`ClientMessages.keep`).
 * The fields and the packed numbers of a message are counted before it is decoded. Both numbers are
   limited.
 * Large messages, and messages of many fields or numbers, are walked and decoded in turns. All turns
@@ -59,6 +59,7 @@ from rheostat_server.limits import (
     REQUESTS_BYTES,
     RETRY_SECONDS,
 )
+from rheostat_server.tasks.client_messages import ClientMessages
 
 _WALKED_BYTES = 2 << 10
 """Messages of more bytes are walked before they are decoded. A smaller message has so few fields
@@ -358,10 +359,9 @@ class Incoming:
                 data = await call.read()
         if data is None:
             return None
-        self._first = self._taken(data, most)
-        walk = await self._calls.walked(data, reader)
-        self._first += self._taken_by_fields(walk)
-        return await self._calls.decoded(data, reader, walk)
+        request = await self._decoded(data, reader, most)
+        self._first, self._last = self._last, 0
+        return request
 
     async def only(self, call: Call, reader: "Reader[Request]", most: int) -> Request:
         """Reads the message of a call that has exactly one.
@@ -375,12 +375,12 @@ class Incoming:
             raise MissingField("the call ended without a request")
         return request
 
-    def each(self, call: Call, reader: "Reader[Request]", most: int) -> "Messages[Request]":
+    def each(self, call: Call, reader: "Reader[Request]", most: int) -> ClientMessages[Request]:
         """Reads the messages of a stream. Raises as `first`."""
-        return Messages(self, self._each(call, reader, most))
+        return ClientMessages(self._each(call, reader, most), self._keep)
 
-    def keep(self) -> Callable[[], None]:
-        """See `Messages.keep`."""
+    def _keep(self) -> Callable[[], None]:
+        """See `ClientMessages.keep`."""
         kept, self._last = self._last, 0
         return partial(self._calls.give_back, kept)
 
@@ -399,51 +399,24 @@ class Incoming:
             return None
         self._calls.give_back(self._last)
         self._last = 0
-        self._last = self._taken(data, most)
+        return await self._decoded(data, reader, most)
+
+    async def _decoded(self, data: bytes, reader: "Reader[Request]", most: int) -> Request:
+        """Decodes the latest message, and reserves memory for it if it is large."""
+        if len(data) > most:
+            raise MessageTooLarge(
+                f"the request has {len(data)} bytes; this service takes at most {most}"
+            )
+        self._reserve(len(data))
         walk = await self._calls.walked(data, reader)
-        self._last += self._taken_by_fields(walk)
+        if walk is not None:
+            self._reserve(walk.fields * FIELD_BYTES + walk.numbers * NUMBER_BYTES)
         return await self._calls.decoded(data, reader, walk)
 
-    def _taken(self, data: bytes, most: int) -> int:
-        """Reserves memory for a large message; returns the reserved bytes."""
-        size = len(data)
-        if size > most:
-            raise MessageTooLarge(
-                f"the request has {size} bytes; this service takes at most {most}"
-            )
-        if size <= OFFLOAD_BYTES:
-            return 0
-        self._calls.take(size)
-        return size
-
-    def _taken_by_fields(self, walk: Walk | None) -> int:
-        """Reserves memory for the fields and numbers of a decoded message; returns its bytes."""
-        size = 0 if walk is None else walk.fields * FIELD_BYTES + walk.numbers * NUMBER_BYTES
-        if size <= OFFLOAD_BYTES:
-            return 0
-        self._calls.take(size)
-        return size
-
-
-class Messages(Generic[Request]):
-    """The messages of a stream; see `ClientMessages`."""
-
-    def __init__(self, incoming: Incoming, messages: AsyncGenerator[Request, None]) -> None:
-        """None was read. `messages` reads them, and `incoming` counts them."""
-        self._messages = messages
-        self.keep = incoming.keep
-        """Keeps the memory of the latest message reserved until the result is called, once. The
-        memory of the first message is reserved until the call ends anyway."""
-
-    def __aiter__(self) -> "Messages[Request]":
-        return self
-
-    async def __anext__(self) -> Request:
-        return await anext(self._messages)
-
-    async def aclose(self) -> None:
-        """Reads no more."""
-        await self._messages.aclose()
+    def _reserve(self, size: int) -> None:
+        if size > OFFLOAD_BYTES:
+            self._calls.take(size)
+            self._last += size
 
 
 class Reader(Generic[Request]):

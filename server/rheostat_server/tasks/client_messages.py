@@ -1,12 +1,12 @@
 """The messages of a client's stream, as the handlers of streams read them."""
 
-from collections.abc import Callable
-from typing import Protocol, Self, TypeVar
+from collections.abc import AsyncGenerator, Callable
+from typing import Generic, Self, TypeVar
 
-Message_co = TypeVar("Message_co", covariant=True)
+Message = TypeVar("Message")
 
 
-class ClientMessages(Protocol[Message_co]):
+class ClientMessages(Generic[Message]):
     """Messages in the order in which they arrive.
 
     A large message reserves memory until the next message arrives. A handler that uses a message
@@ -14,16 +14,27 @@ class ClientMessages(Protocol[Message_co]):
     all queues together would have no limit.
     """
 
-    def __aiter__(self) -> Self:
-        """This object."""
+    def __init__(
+        self, messages: AsyncGenerator[Message, None], keep: Callable[[], Callable[[], None]]
+    ) -> None:
+        """None was read. `messages` reads them."""
+        self._messages = messages
+        self.keep = keep
+        """Keeps the memory of the latest message reserved until the result is called, once. The
+        memory of the first message is reserved until the call ends anyway."""
 
-    async def __anext__(self) -> Message_co:
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Message:
         """The next message.
 
         Raises:
             RheostatError: it cannot be read.
             StopAsyncIteration: the client has closed its side of the stream.
         """
+        return await anext(self._messages)
 
-    def keep(self) -> Callable[[], None]:
-        """Keeps the memory of the latest message reserved until the result is called, once."""
+    async def aclose(self) -> None:
+        """Reads no more."""
+        await self._messages.aclose()
