@@ -19,6 +19,7 @@ from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from threading import Lock
 from typing import NamedTuple
 
@@ -37,6 +38,8 @@ _LOG = logging.getLogger(__name__)
 
 _OVERHEAD = 4096
 """Bytes that a run counts in addition to its rows, which also bounds the number of runs."""
+
+_NUMBER = attrgetter("number")
 
 _PIECE = 1 << 20
 """Small blocks of rows are concatenated once they have this many bytes."""
@@ -221,10 +224,10 @@ class RunDraft:
             self._pieces.clear()
             self._small.clear()
 
-    def keep(self) -> bool:
-        """Stores the run if it is complete and was not dropped. Returns whether it is stored."""
+    def keep(self) -> Run | None:
+        """Stores the run, and returns it; None if it is not complete, or was dropped."""
         enough = sum(map(len, self._positions)) >= self.target.least
-        return self.complete and enough and self.store.keep(self)
+        return self.store.keep(self) if self.complete and enough else None
 
     def to_run(self, number: int, now: float) -> Run:
         """The finished run."""
@@ -388,7 +391,7 @@ class RunStore:
     def page(self, after: int, most: int) -> Page:
         """At most `most` runs whose number is above `after`."""
         with self._lock:
-            start = bisect_right(self._by_age, after, key=_number)
+            start = bisect_right(self._by_age, after, key=_NUMBER)
             return Page(self._by_age[start : start + most], start + most < len(self._by_age))
 
     def reserve(self, draft: RunDraft, size: int) -> None:
@@ -410,18 +413,18 @@ class RunStore:
                 del self._drafts[draft.id]
                 self._used -= draft.size
 
-    def keep(self, draft: RunDraft) -> bool:
-        """Stores a complete run. Returns False if it was dropped before."""
+    def keep(self, draft: RunDraft) -> Run | None:
+        """Stores a complete run, and returns it; None if it was dropped before."""
         with self._lock:
             if self._drafts.get(draft.id) is not draft:
-                return False
+                return None
             del self._drafts[draft.id]
             self._numbers += 1
             now = self._clock()
             run = draft.to_run(self._numbers, now)
             self._runs[run.id] = run
             self._by_age.append(run)
-            return True
+            return run
 
     def _check_free(self, run_id: str, path: str) -> None:
         if run_id in self._runs or run_id in self._drafts:
@@ -467,7 +470,7 @@ class RunStore:
     def _remove(self, run: Run) -> None:
         self._used -= run.size
         del self._runs[run.id]
-        del self._by_age[bisect_left(self._by_age, run.number, key=_number)]
+        del self._by_age[bisect_left(self._by_age, run.number, key=_NUMBER)]
 
 
 def _in_use(run_id: str, why: str, path: str) -> RunInUse:
@@ -476,7 +479,3 @@ def _in_use(run_id: str, why: str, path: str) -> RunInUse:
         field=path,
         resource=Resource("run", run_id),
     )
-
-
-def _number(run: Run) -> int:
-    return run.number

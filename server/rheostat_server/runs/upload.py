@@ -103,15 +103,14 @@ async def receive_run(
         )
         try:
             await _read_rows(messages, header, draft)
-            if not draft.keep():
-                raise Defect("the upload was dropped before it was stored")
+            run = draft.keep()
         finally:
             draft.drop()
     except RheostatError:
         await drain(messages, run_service_pb2.PutRunRequest.ByteSize)
         raise
-    run = store.hold(header.target.id, "header.run_id")
-    store.release(run)
+    if run is None:
+        raise Defect("the upload was dropped before it was stored")
     return run
 
 

@@ -343,7 +343,7 @@ def test_an_upload_of_a_dropped_run_reserves_nothing() -> None:
     draft.drop()
     coming.add(rows(NUMBERS).rows)
     coming.finish()
-    assert (store.used_bytes, draft.keep()) == (0, False)
+    assert (store.used_bytes, draft.keep()) == (0, None)
 
 
 def test_a_full_store_refuses_rows() -> None:
