@@ -19,6 +19,9 @@ _DEFAULT_ENTRIES = 100
 
 _SEPARATOR = "\0"
 
+_DIGITS = 20
+"""The most digits of a number of 64 bits."""
+
 
 def page_size(requested: int) -> int:
     """The number of entries of a page. If `requested` is 0, the default applies."""
@@ -59,6 +62,17 @@ def from_token(token: str, parts: int) -> tuple[str, ...]:
     if len(key) != parts:
         raise no_token()
     return tuple(key)
+
+
+def number_of(part: str) -> int:
+    """The number in a part of a key.
+
+    Raises:
+        InvalidValue: there is none.
+    """
+    if not (part.isascii() and part.isdecimal()) or len(part) > _DIGITS:
+        raise no_token()
+    return int(part)
 
 
 def no_token() -> InvalidValue:

@@ -6,7 +6,7 @@ from contextlib import aclosing
 from google.protobuf import timestamp_pb2
 
 from rheostat_server import validation
-from rheostat_server.api.paging import fitting, from_token, no_token, page_size, to_token
+from rheostat_server.api.paging import fitting, from_token, number_of, page_size, to_token
 from rheostat_server.api.readiness import Readiness
 from rheostat_server.api.rpc import Context
 from rheostat_server.capture.encodings import Form
@@ -83,7 +83,9 @@ class RunService(run_service_pb2_grpc.RunServiceServicer):
     ) -> run_service_pb2.ListRunsResponse:
         """Lists the stored runs."""
         runs = self._readiness.manager().runs
-        after = _number(request.page_token) if request.page_token else 0
+        after = 0
+        if request.page_token:
+            after = number_of(*from_token(request.page_token, 1))
         found, more = runs.page(after, page_size(request.page_size))
         page = fitting(found, _weight)
         answer = await offload(sum(map(_weight, page)), _listed, page)
@@ -184,11 +186,3 @@ def _to_wire(run: Run) -> run_pb2.Run:
 
 def _timestamp(moment: float) -> timestamp_pb2.Timestamp:
     return timestamp_pb2.Timestamp(seconds=int(moment), nanos=int(moment % 1 * 1e9))
-
-
-def _number(token: str) -> int:
-    """The number of the last run of the previous page."""
-    (number,) = from_token(token, 1)
-    if not (number.isascii() and number.isdecimal()) or len(number) > 18:
-        raise no_token()
-    return int(number)
