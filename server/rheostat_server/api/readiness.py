@@ -12,6 +12,7 @@ from grpc_health.v1.health_pb2 import HealthCheckResponse
 from rheostat_server.delivery.counts import Drained
 from rheostat_server.errors import EngineLost, WarmingUp
 from rheostat_server.requests.manager import RequestManager
+from rheostat_server.tasks.kept import keep
 
 _LOG = logging.getLogger(__name__)
 
@@ -85,10 +86,7 @@ class Readiness:
             WarmingUp: the model is being loaded.
         """
         self._loaded()
-        task = asyncio.create_task(self._drain_and_end(timeout))
-        self._drains.add(task)
-        task.add_done_callback(self._drains.discard)
-        return await asyncio.shield(task)
+        return await asyncio.shield(keep(self._drains, self._drain_and_end(timeout)))
 
     async def _drain_and_end(self, timeout: float | None) -> Drained:
         try:

@@ -16,7 +16,7 @@ from rheostat_server.limits import (
     STOP_TEXTS,
     STOP_TOKEN_IDS,
 )
-from rheostat_server.validation import field_path
+from rheostat_server.validation import field_path, optional_number
 from rheostat_wire.v1 import generation_pb2
 
 _PATH = "sampling"
@@ -115,10 +115,10 @@ def _resolved(
         raise _refused("min_tokens", limits, sampling.min_tokens)
     if sampling.seed >= _SEED_END:
         raise _refused("seed", "below 2^63", sampling.seed)
-    top_p = _number(sampling, "top_p", 1.0)
+    top_p = optional_number(sampling, "top_p", _PATH, 1.0)
     if not 0 < top_p <= 1:
         raise _refused("top_p", "above 0 and at most 1", top_p)
-    repetition = _number(sampling, "repetition_penalty", 1.0)
+    repetition = optional_number(sampling, "repetition_penalty", _PATH, 1.0)
     if repetition <= 0:
         raise _refused("repetition_penalty", "above 0", repetition)
     return SamplingSettings(
@@ -183,7 +183,7 @@ def _samples(sampling: generation_pb2.Sampling, prompt_len: int, temperature: fl
 
 
 def _temperature(sampling: generation_pb2.Sampling) -> float:
-    temperature = _number(sampling, "temperature", 1.0)
+    temperature = optional_number(sampling, "temperature", _PATH, 1.0)
     if temperature != 0 and not _LEAST_FLOAT32 <= temperature <= 2:
         limits = f"0, which is greedy, or {_LEAST_TEMPERATURE:g} to 2"
         raise _refused("temperature", limits, temperature)
@@ -198,17 +198,10 @@ def _refused(name: str, limits: str, value: float) -> InvalidValue:
 
 def _within(sampling: generation_pb2.Sampling, name: str, low: float, high: float) -> float:
     """A number from `low` to `high`; 0 if absent."""
-    value = _number(sampling, name, 0.0)
+    value = optional_number(sampling, name, _PATH, 0.0)
     if not low <= value <= high:
         raise _refused(name, f"{low:g} to {high:g}", value)
     return value
-
-
-def _number(sampling: generation_pb2.Sampling, name: str, default: float) -> float:
-    """A finite number."""
-    if not sampling.HasField(name):  # type: ignore[arg-type]  # the callers' names are fields
-        return default
-    return validation.finite(float(getattr(sampling, name)), field_path(_PATH, name))
 
 
 def _top_k(sampling: generation_pb2.Sampling, vocabulary: int) -> int:

@@ -13,6 +13,7 @@ import resource
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from threading import Lock
 
 _DESCRIPTORS = 1 << 16
@@ -29,15 +30,13 @@ def raise_descriptor_limit() -> int:
     return wanted
 
 
+@dataclass(eq=False, slots=True)
 class _File:
     """A descriptor, and the number of its users."""
 
-    __slots__ = ("closing", "descriptor", "users")
-
-    def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor
-        self.users = 0
-        self.closing = False
+    descriptor: int
+    users: int = 0
+    closing: bool = False
 
 
 class OpenFiles:

@@ -9,6 +9,9 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
+
+from rheostat_server.tasks.futures import resolve
 
 _WOKEN = 8
 """The most waiting callers of `TimedTurns` that go on in an iteration, however long each takes."""
@@ -62,12 +65,7 @@ class Turns:
         if self.take():
             return
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        def resolve() -> None:
-            if not future.done():  # otherwise the caller was cancelled
-                future.set_result(None)
-
-        self.call_later(resolve)
+        self.call_later(partial(resolve, future, None))
         await future
 
     def _schedule(self) -> None:
