@@ -108,12 +108,9 @@ class RunningServer:
         """Speaks gRPC with clients, in this process or in others."""
         self.readiness = Readiness(self.grpc.set_health)
         self._add_services()
-        self._backend: Backend | None = None
-        self._prompts: Prompts | None = None
-        self._files: VectorFiles | None = None
-        self._sinks: Sinks | None = None
-        self._spool: SpillDirectory | None = None
         self._manager: RequestManager | None = None
+        self._loaded = contextlib.AsyncExitStack()
+        """Ends what `load` has made, the newest first."""
 
     async def bind(self) -> None:
         """Listens. Health reports NOT_SERVING, and rpcs fail because the model is being loaded.
@@ -159,28 +156,34 @@ class RunningServer:
                 folder of vectors, the spool or the policy cannot be used.
         """
         policy = None if self._config.policy is None else read_policy(self._config.policy)
+        files, spool, end = None, None, self._loaded
         if self._config.vector_dir is not None:
-            self._files = VectorFiles(Path(self._config.vector_dir))
-        self._sinks = await asyncio.to_thread(_make_sinks, self._config)
+            files = VectorFiles(Path(self._config.vector_dir))
+            end.callback(files.close)
+        sinks = await asyncio.to_thread(_make_sinks, self._config)
+        end.push_async_callback(asyncio.to_thread, sinks.close)
         await asyncio.to_thread(sweep)
         if self._config.spool is not None:
             folder = Path(self._config.spool)
-            self._spool = await asyncio.to_thread(SpillDirectory, folder, self._config.spool_bytes)
+            spool = await asyncio.to_thread(SpillDirectory, folder, self._config.spool_bytes)
+            end.push_async_callback(asyncio.to_thread, spool.close)
         backend = await bring_up(self._config)
-        self._backend = backend
-        self._prompts = Prompts(
+        end.push_async_callback(backend.close)
+        prompts = Prompts(
             backend.tokenizer(),
             vocabulary=backend.info.vocabulary,
             model_tokens=backend.info.model_tokens,
         )
-        self._manager = RequestManager(
-            backend, self._prompts, self._config, self._sinks, self._spool
-        )
-        if self._files is not None:
-            await self._manager.persistent_vectors.restore(self._files, backend.sites.width)
+        end.callback(prompts.close)
+        manager = self._manager = RequestManager(backend, prompts, self._config, sinks, spool)
+        end.push_async_callback(manager.preparations.close)
+        end.push_async_callback(manager.persistent_vectors.settle)
+        end.callback(manager.subscriptions.remove_shared_memory)
+        if files is not None:
+            await manager.persistent_vectors.restore(files, backend.sites.width)
         if policy is not None:
-            await put_in_force(policy, self._manager.server_wide)
-        await self.readiness.serve(self._manager)
+            await put_in_force(policy, manager.server_wide)
+        await self.readiness.serve(manager)
 
     @property
     def idle(self) -> bool:
@@ -195,20 +198,7 @@ class RunningServer:
             async with asyncio.timeout(_LAST_CALLS):
                 await self._calls.until_none()
         await self.grpc.stop(_LAST_WORDS)
-        if self._prompts is not None:
-            self._prompts.close()
-        if self._manager is not None:
-            self._manager.subscriptions.remove_shared_memory()
-            await self._manager.persistent_vectors.settle()
-            await self._manager.preparations.close()
-        if self._backend is not None:
-            await self._backend.close()
-        if self._sinks is not None:
-            await asyncio.to_thread(self._sinks.close)
-        if self._spool is not None:
-            await asyncio.to_thread(self._spool.close)
-        if self._files is not None:
-            self._files.close()
+        await self._loaded.aclose()
         _LOG.info("ended")
 
 

@@ -1,5 +1,6 @@
 """What outlives a server: vectors in the folder that `vector_dir` names. Subscriptions don't."""
 
+import asyncio
 import threading
 from dataclasses import replace
 
@@ -87,21 +88,17 @@ async def test_a_server_ends_when_its_folder_is_in_step(starter, tmp_path, monke
             done.append("engine")
 
     running = await starter(Backend(), vector_dir=str(tmp_path), vector_store_bytes=WIDTH * 4)
-    remove, close = running.server._files.remove, running.manager.prompts.close
+    remove = running.manager.persistent_vectors._files.remove
 
     def slow(gone: bytes) -> None:
         ending.wait(10)
         remove(gone)
         done.append("file")
 
-    def end() -> None:
-        ending.set()
-        close()
-
-    monkeypatch.setattr(running.server._files, "remove", slow)
-    monkeypatch.setattr(running.manager.prompts, "close", end)
+    monkeypatch.setattr(running.manager.persistent_vectors._files, "remove", slow)
     await put(running.client, header(), chunk(values(1.0)))
     await put(running.client, header(), chunk(values(2.0)))
+    asyncio.get_running_loop().call_later(0.1, ending.set)
     await running.server.stop(0)
     assert done == ["file", "engine"]
 
@@ -114,7 +111,7 @@ async def test_a_disk_that_fails_refuses_the_upload_with_a_reason(
     def fail(*_: object) -> None:
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(running.server._files, "write", fail)
+    monkeypatch.setattr(running.manager.persistent_vectors._files, "write", fail)
     refusal = await refusal_of(put(running.client, header(name="joy"), chunk(values())))
     assert (refusal.code, refusal.reason, refusal.precondition) == (
         grpc.StatusCode.FAILED_PRECONDITION,

@@ -181,13 +181,13 @@ async def test_an_upload_has_its_bytes_until_it_is_on_the_disk(
 ) -> None:
     running = await starter(vector_dir=str(tmp_path))
     monkeypatch.setattr(upload, "UPLOADED_BYTES", len(values()))
-    write, go_on = running.server._files.write, threading.Event()
+    write, go_on = running.manager.persistent_vectors._files.write, threading.Event()
 
     def slow(*args: object) -> None:
         go_on.wait(10)
         write(*args)
 
-    monkeypatch.setattr(running.server._files, "write", slow)
+    monkeypatch.setattr(running.manager.persistent_vectors._files, "write", slow)
     first = asyncio.ensure_future(put(running.client, header(), chunk(values())))
     await until(lambda: len(running.manager.store) == 1)
     refusal = await refusal_of(put(running.client, header(), chunk(values())))
