@@ -52,16 +52,14 @@ from rheostat_server.subscriptions.shared_memory import sweep
 from rheostat_server.tasks.garbage import collect_in_time, collect_rarely
 from rheostat_server.tasks.open_files import raise_descriptor_limit
 from rheostat_server.vectors.files import VectorFiles
-from rheostat_wire.v1 import (
-    capture_service_pb2_grpc,
-    engine_service_pb2_grpc,
-    generation_service_pb2_grpc,
-    lens_service_pb2_grpc,
-    monitor_service_pb2_grpc,
-    run_service_pb2_grpc,
-    steering_service_pb2_grpc,
-    sweep_service_pb2_grpc,
-)
+from rheostat_wire.v1.capture_service_pb2_grpc import add_CaptureServiceServicer_to_server
+from rheostat_wire.v1.engine_service_pb2_grpc import add_EngineServiceServicer_to_server
+from rheostat_wire.v1.generation_service_pb2_grpc import add_GenerationServiceServicer_to_server
+from rheostat_wire.v1.lens_service_pb2_grpc import add_LensServiceServicer_to_server
+from rheostat_wire.v1.monitor_service_pb2_grpc import add_MonitorServiceServicer_to_server
+from rheostat_wire.v1.run_service_pb2_grpc import add_RunServiceServicer_to_server
+from rheostat_wire.v1.steering_service_pb2_grpc import add_SteeringServiceServicer_to_server
+from rheostat_wire.v1.sweep_service_pb2_grpc import add_SweepServiceServicer_to_server
 
 _LOG = logging.getLogger(__name__)
 
@@ -129,24 +127,14 @@ class RunningServer:
 
     def _add_services(self) -> None:
         readiness, add = self.readiness, self._rpcs.add_service
-        add(engine_service_pb2_grpc.add_EngineServiceServicer_to_server, EngineService(readiness))
-        add(
-            generation_service_pb2_grpc.add_GenerationServiceServicer_to_server,
-            GenerationService(readiness),
-        )
-        add(
-            steering_service_pb2_grpc.add_SteeringServiceServicer_to_server,
-            SteeringService(readiness),
-        )
-        add(
-            capture_service_pb2_grpc.add_CaptureServiceServicer_to_server, CaptureService(readiness)
-        )
-        add(run_service_pb2_grpc.add_RunServiceServicer_to_server, RunService(readiness))
-        add(sweep_service_pb2_grpc.add_SweepServiceServicer_to_server, SweepService(readiness))
-        add(lens_service_pb2_grpc.add_LensServiceServicer_to_server, LensService(readiness))
-        add(
-            monitor_service_pb2_grpc.add_MonitorServiceServicer_to_server, MonitorService(readiness)
-        )
+        add(add_CaptureServiceServicer_to_server, CaptureService(readiness))
+        add(add_EngineServiceServicer_to_server, EngineService(readiness))
+        add(add_GenerationServiceServicer_to_server, GenerationService(readiness))
+        add(add_LensServiceServicer_to_server, LensService(readiness))
+        add(add_MonitorServiceServicer_to_server, MonitorService(readiness))
+        add(add_RunServiceServicer_to_server, RunService(readiness))
+        add(add_SteeringServiceServicer_to_server, SteeringService(readiness))
+        add(add_SweepServiceServicer_to_server, SweepService(readiness))
 
     async def load(self, bring_up: BackendFactory) -> None:
         """Loads the model and serves.
