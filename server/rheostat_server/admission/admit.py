@@ -124,12 +124,12 @@ class AdmissionContext:
     """The open subscriptions. None: requests are not observed."""
     watches: Watches | None = None
     """The open watches. None: requests are not watched."""
-    sinks: Sinks | None = None
-    """The sinks. None: captures cannot name sinks."""
+    sinks: Sinks = field(default_factory=lambda: Sinks([]))
+    """The sinks that captures may name."""
     spools: bool = False
     """Whether rows can wait on disk."""
-    runs: RunStore | None = None
-    """The stored runs. None: captures cannot make runs."""
+    runs: RunStore = field(default_factory=lambda: RunStore(0))
+    """The stored runs."""
     compiled: CompiledRequests | None = None
     """Compiled requests. None: each request is compiled."""
     controllers: Controllers = field(default_factory=lambda: Controllers(()))

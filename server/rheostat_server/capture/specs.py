@@ -181,9 +181,9 @@ def resolve_captures(
     model: ModelSites,
     context: SelectionContext,
     vectors: VectorView,
-    sinks: Sinks | None = None,
+    sinks: Sinks,
     *,
-    spools: bool = False,
+    spools: bool,
 ) -> tuple[ResolvedCapture, ...]:
     """The captures of a request.
 
@@ -217,12 +217,11 @@ def resolve_captures(
 
 
 def check_runs(
-    captures: Sequence[ResolvedCapture], runs: RunStore | None, *, samples: int, prompt_len: int
+    captures: Sequence[ResolvedCapture], runs: RunStore, *, samples: int, prompt_len: int
 ) -> None:
     """Checks the runs that a request's captures would store.
 
     Raises:
-        NotSupported: this server does not store runs.
         InvalidValue: two captures name one run, or there are several samples.
         RunExists: a stored run has the same id.
         StoreFull: a run is larger than the memory for runs.
@@ -231,15 +230,12 @@ def check_runs(
     for index, capture in enumerate(captures):
         if capture.run is None:
             continue
-        path = f"captures[{index}].run"
-        if runs is None:
-            raise NotSupported("runs are not stored here", field=path)
         if samples > 1:
             raise InvalidValue(
                 f"a run has one sample, and the request has {samples}: send a request for each",
                 field="sampling.n",
             )
-        path = field_path(path, "run_id")
+        path = f"captures[{index}].run.run_id"
         other = seen.setdefault(capture.run.id, index)
         if other != index:
             raise InvalidValue(
@@ -377,7 +373,7 @@ def _target(spec: capture_pb2.CaptureSpec, path: str) -> Target:
 
 
 def _aimed(
-    capture: ResolvedCapture, spec: capture_pb2.CaptureSpec, sinks: Sinks | None, path: str
+    capture: ResolvedCapture, spec: capture_pb2.CaptureSpec, sinks: Sinks, path: str
 ) -> ResolvedCapture:
     """A capture with its subscription, run or sink, which is checked."""
     if capture.target is Target.SUBSCRIPTION:
@@ -386,8 +382,6 @@ def _aimed(
         return capture
     if capture.target is Target.RUN:
         return replace(capture, run=run_target(spec, path))
-    if sinks is None:
-        raise NotSupported("sinks are not served here", field=field_path(path, "sink"))
     encoding_of(capture.form.encoding, field_path(path, "encoding"))
     return replace(capture, sink=sinks.check(spec.sink, field_path(path, "sink")))
 

@@ -106,11 +106,11 @@ class RequestManager:
         backend: Backend,
         prompts: Prompts,
         config: ServerConfig,
-        sinks: Sinks | None = None,
-        spool: SpillDirectory | None = None,
+        sinks: Sinks,
+        spool: SpillDirectory | None,
     ) -> None:
         """Makes a manager without requests; see `start`."""
-        self.sinks = sinks or Sinks([])
+        self.sinks = sinks
         self.runs = RunStore(config.runs_bytes)
         self.deliveries = Deliveries()
         self.backend = backend

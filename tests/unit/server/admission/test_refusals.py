@@ -232,8 +232,8 @@ def test_wrong_steering_is_refused_by_field(intervention, error, field) -> None:
     [
         ({"inline": None}, errors.MissingField, ""),
         ({"inline": None, "subscription_id": "s"}, errors.NotSupported, "subscription_id"),
-        ({"inline": None, "sink": capture_pb2.SinkTarget()}, errors.NotSupported, "sink"),
-        ({"inline": None, "run": capture_pb2.RunTarget()}, errors.NotSupported, "run"),
+        ({"inline": None, "sink": capture_pb2.SinkTarget()}, errors.SinkNotFound, "sink.sink_name"),
+        ({"inline": None, "run": capture_pb2.RunTarget()}, errors.StoreFull, "run.run_id"),
         ({"encoding": 0}, errors.UnknownEnum, "encoding"),
         ({"encoding": tensor_pb2.ENCODING_RP8}, errors.MissingField, "kept"),
         ({"encoding": tensor_pb2.ENCODING_RP8, "kept": 0}, errors.InvalidValue, "kept"),

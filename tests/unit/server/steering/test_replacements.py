@@ -403,7 +403,7 @@ def dims(*numbers: int) -> replace_pb2.Dimensions:
             errors.NonFinite,
             "replace.vector",
         ),
-        (from_run(), errors.NotSupported, "replace.run"),
+        (from_run(), errors.RunNotFound, "replace.run.run_id"),
     ],
 )
 def test_a_malformed_replace_is_refused_by_field(
