@@ -2,7 +2,7 @@
 
 import time
 
-from google.protobuf import duration_pb2
+from google.protobuf import duration, duration_pb2
 
 from rheostat_server.api.model_report import report_model
 from rheostat_server.api.readiness import Readiness
@@ -39,7 +39,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         queue = manager.backend.queue_stats()
         counts = manager.counts
         row_bytes = manager.sites.width * FloatType(manager.sites.dtype).itemsize
-        response = _pb.GetStatsResponse(
+        return _pb.GetStatsResponse(
             running_request_count=queue.running,
             waiting_request_count=(
                 queue.waiting + queue.deferred + manager.admission_queue.waiting
@@ -61,9 +61,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
             captured_bytes=workers.captured_rows * row_bytes,
             dropped_row_count=manager.deliveries.lost_rows,
             overrun_row_count=workers.lost_rows,
-            spooled_row_count=manager.spill_manager.rows
-            if manager.spill_manager is not None
-            else 0,
+            spooled_row_count=manager.spill_manager.rows if manager.spill_manager else 0,
             prefix_queried_token_count=queue.prefix_queried_token_count,
             prefix_hit_token_count=queue.prefix_hit_token_count,
             subscription_count=len(manager.subscriptions),
@@ -91,9 +89,8 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
                 )
                 for name, counts in sorted(workers.controllers.items())
             ],
+            uptime=_duration(time.monotonic() - self._started_at),
         )
-        response.uptime.FromNanoseconds(int((time.monotonic() - self._started_at) * 1e9))
-        return response
 
     async def Drain(
         self, request: engine_service_pb2.DrainRequest, context: Context
@@ -101,7 +98,9 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         """Stops admitting, waits, and ends the server."""
         timeout = None
         if request.HasField("timeout"):
-            timeout = _seconds(request.timeout)
+            timeout = request.timeout.seconds + request.timeout.nanos / 1e9
+            if timeout < 0:
+                raise InvalidValue("may not be negative", field="timeout")
         drained = await self._readiness.drain_and_end(timeout)
         return _pb.DrainResponse(
             finished_request_count=drained.finished, aborted_request_count=drained.aborted
@@ -109,16 +108,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
 
 
 def _duration(seconds: float) -> duration_pb2.Duration:
-    duration = duration_pb2.Duration()
-    duration.FromNanoseconds(int(seconds * 1e9))
-    return duration
-
-
-def _seconds(duration: duration_pb2.Duration) -> float:
-    seconds = duration.seconds + duration.nanos / 1e9
-    if seconds < 0:
-        raise InvalidValue("may not be negative", field="timeout")
-    return seconds
+    return duration.from_nanoseconds(int(seconds * 1e9))
 
 
 def _leaked(manager: RequestManager, workers: WorkerStats) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
-from google.protobuf import duration_pb2
+from google.protobuf import duration
 
 from rheostat_engine import ModelSites, Point, Site
 from rheostat_server import limits
@@ -155,10 +155,6 @@ def _engine(info: ModelInfo, sites: ModelSites) -> engine_service_pb2.Engine:
 
 def _limits(manager: RequestManager) -> engine_service_pb2.Limits:
     info, sites = manager.info, manager.sites
-    wait = duration_pb2.Duration()
-    wait.FromMilliseconds(int(manager.admission_queue.timeout * 1000))
-    window = duration_pb2.Duration()
-    window.FromMilliseconds(int(manager.subscriptions.resume_window * 1000))
     return _pb.Limits(
         model_tokens=info.model_tokens,
         running_requests=info.running_samples,
@@ -172,9 +168,9 @@ def _limits(manager: RequestManager) -> engine_service_pb2.Limits:
         samples=limits.SAMPLES,
         logprobs=info.logprobs,
         subscription_buffer_bytes=manager.subscriptions.buffer_bytes,
-        resume_window=window,
+        resume_window=duration.from_milliseconds(int(manager.subscriptions.resume_window * 1000)),
         run_bytes=manager.runs.capacity,
-        capacity_wait=wait,
+        capacity_wait=duration.from_milliseconds(int(manager.admission_queue.timeout * 1000)),
         request_buffer_bytes=manager.budget.request_limit,
         buffer_bytes=manager.budget.limit,
         step_tokens=info.step_tokens,

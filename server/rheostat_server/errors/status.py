@@ -4,7 +4,7 @@ from functools import lru_cache
 from itertools import islice
 from typing import NamedTuple
 
-from google.protobuf import any_pb2, duration_pb2
+from google.protobuf import any, duration
 from google.protobuf.message import Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
@@ -99,22 +99,15 @@ def _status(content: _Content) -> status_pb2.Status:
             )
         )
     if content.retry_after is not None:
-        delay = duration_pb2.Duration()
-        delay.FromMilliseconds(round(content.retry_after * 1000))
+        delay = duration.from_milliseconds(round(content.retry_after * 1000))
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
     return status_pb2.Status(
         code=code_pb2.Code.Value(content.code),
         message=message,
-        details=[_packed(detail) for detail in details],
+        details=map(any.pack, details),
     )
 
 
 def _cut(text: str, limit: int) -> str:
     """As much of a text as `limit` bytes hold."""
     return text.encode(errors="replace")[:limit].decode(errors="ignore")
-
-
-def _packed(message: Message) -> any_pb2.Any:
-    packed = any_pb2.Any()
-    packed.Pack(message)
-    return packed
