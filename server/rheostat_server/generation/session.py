@@ -5,7 +5,7 @@ precedes the receipt.
 """
 
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
 
 from rheostat_server.admission.admit import admit
@@ -46,8 +46,8 @@ async def run_session(
             raise InvalidValue("is for Generate: set it beside start", field="batches")
         admitted = await admit(opening.start, manager.admission, changeable=True)
 
-        async def listen(active: ActiveRequest) -> None:
-            await _Control(active, messages).listen()
+        def listen(active: ActiveRequest) -> Coroutine[None, None, None]:
+            return _Control(active, messages).listen()
 
         if opening.batches:
             happenings = run(admitted, manager, listen, direct_messages(), _answer)
