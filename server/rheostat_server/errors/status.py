@@ -2,7 +2,6 @@
 
 from functools import lru_cache
 from itertools import islice
-from typing import NamedTuple
 
 from google.protobuf import any, duration
 from google.protobuf.message import Message
@@ -27,19 +26,6 @@ _METADATA_BYTES = 128
 _METADATA_ENTRIES = 4
 
 
-class _Content(NamedTuple):
-    """The content of a status. Texts are already cut."""
-
-    code: str
-    reason: str
-    message: str
-    field: str
-    metadata: tuple[tuple[str, str], ...]
-    failed_precondition: bool
-    resource: Resource | None
-    retry_after: float | None
-
-
 def to_status(error: RheostatError) -> status_pb2.Status:
     """The status of an error.
 
@@ -49,7 +35,7 @@ def to_status(error: RheostatError) -> status_pb2.Status:
     resource = error.resource if isinstance(error, NotFound | AlreadyExists) else None
     if resource is not None:
         resource = Resource(_cut(resource.kind, _NAME_BYTES), _cut(resource.name, _NAME_BYTES))
-    content = _Content(
+    cached = _status(
         error.code,
         error.reason,
         _cut(error.message, _MESSAGE_BYTES),
@@ -63,46 +49,52 @@ def to_status(error: RheostatError) -> status_pb2.Status:
         error.retry_after,
     )
     status = status_pb2.Status()
-    status.CopyFrom(_status(content))  # the caller may change it
+    status.CopyFrom(cached)  # the caller may change it
     return status
 
 
 @lru_cache(maxsize=64)
-def _status(content: _Content) -> status_pb2.Status:
-    """The status with this content.
+def _status(
+    code: str,
+    reason: str,
+    message: str,
+    field: str,
+    metadata: tuple[tuple[str, str], ...],
+    failed_precondition: bool,
+    resource: Resource | None,
+    retry_after: float | None,
+) -> status_pb2.Status:
+    """The status with this content, whose texts are already cut.
 
     Cached, because a client may get a thousand equal refusals at once, and packing the details
     takes most of the time of a refusal.
     """
-    message, field = content.message, content.field
     details: list[Message] = [
-        error_details_pb2.ErrorInfo(
-            reason=content.reason, domain=DOMAIN, metadata=dict(content.metadata)
-        )
+        error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN, metadata=dict(metadata))
     ]
     if field:
         violation = error_details_pb2.BadRequest.FieldViolation(
-            field=field, description=message, reason=content.reason
+            field=field, description=message, reason=reason
         )
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
-    if content.failed_precondition:
+    if failed_precondition:
         failure = error_details_pb2.PreconditionFailure.Violation(
-            type=content.reason, subject=field, description=message
+            type=reason, subject=field, description=message
         )
         details.append(error_details_pb2.PreconditionFailure(violations=[failure]))
-    if content.resource is not None:
+    if resource is not None:
         details.append(
             error_details_pb2.ResourceInfo(
-                resource_type=content.resource.kind,
-                resource_name=content.resource.name,
+                resource_type=resource.kind,
+                resource_name=resource.name,
                 description=message,
             )
         )
-    if content.retry_after is not None:
-        delay = duration.from_milliseconds(round(content.retry_after * 1000))
+    if retry_after is not None:
+        delay = duration.from_milliseconds(round(retry_after * 1000))
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
     return status_pb2.Status(
-        code=code_pb2.Code.Value(content.code),
+        code=code_pb2.Code.Value(code),
         message=message,
         details=map(any.pack, details),
     )
