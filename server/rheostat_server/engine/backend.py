@@ -197,11 +197,19 @@ class SteeringUpdate(NamedTuple):
 
 
 class Start(NamedTuple):
-    """The arguments of `Backend.add_request` for one sample."""
+    """A sample that an engine is to start, and the functions that get its output.
+
+    The backend calls `receive` and `fail` on the running loop, and from nowhere else. It does not
+    wait between them. Neither may raise an error or call `abort`.
+    """
 
     job: Job
+    """The sample."""
     receive: Callable[[Delta], None]
+    """Is called with each delta, in order. The last delta has an ending."""
     fail: Callable[[Exception], None]
+    """Is called in place of the last delta if the sample cannot go on. The engine may still run the
+    sample. The error is `EngineLost` if the engine is gone."""
 
 
 class Backend(Protocol):
@@ -221,27 +229,8 @@ class Backend(Protocol):
     def start(self, deliver: Callable[[Event], None], lost: Callable[[str], None]) -> None:
         """Delivers every event, and once the reason if the engine dies, on the running loop."""
 
-    async def add_request(
-        self, job: Job, receive: Callable[[Delta], None], fail: Callable[[Exception], None]
-    ) -> None:
-        """Starts a sample. Returns once the request has been sent to the engine.
-
-        The backend calls `receive` and `fail` on the running loop, and from nowhere else. It does
-        not wait between them. Neither may raise an error or call `abort`.
-
-        Args:
-            job: the sample.
-            receive: is called with each delta, in order. The last delta has an ending.
-            fail: is called in place of the last delta if the sample cannot go on. The engine may
-                still run the sample. The error is `EngineLost` if the engine is gone.
-
-        Raises:
-            EngineLost: the engine is gone.
-            Exception: the engine refuses the request.
-        """
-
     async def add_requests(self, starts: Sequence[Start]) -> None:
-        """Starts samples of one request. Each starts as with `add_request`.
+        """Starts samples of one request. Returns once they have been sent to the engine.
 
         Raises:
             EngineLost: the engine is gone.

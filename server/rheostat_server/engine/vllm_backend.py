@@ -28,8 +28,6 @@ from rheostat_server.config import ModelInfo, ServerConfig
 from rheostat_server.engine.backend import (
     CapturesUpdate,
     ControllerStats,
-    Delta,
-    Job,
     LensReading,
     QueueStats,
     Start,
@@ -116,8 +114,6 @@ class VllmBackend:
             zmq.ZMQError: the side channel cannot be bound.
         """
         self._loaded = loaded
-        self._counter = loaded.counter
-        self._settings = loaded.settings
         self._lens_turn = asyncio.Lock()
         self.sites = sites
         self.info = _model_info(config, loaded)
@@ -181,13 +177,7 @@ class VllmBackend:
             self._warm_up_stats = await self.worker_stats()
         except EngineLost as error:
             raise EngineFailed(f"the engine died after its first requests: {error}") from error
-        self._counter.stats = QueueStats()
-
-    async def add_request(
-        self, job: Job, receive: Callable[[Delta], None], fail: Callable[[Exception], None]
-    ) -> None:
-        """Starts a sample."""
-        await self._add([Start(job, receive, fail)])
+        self._loaded.counter.stats = QueueStats()
 
     async def add_requests(self, starts: Sequence[Start]) -> None:
         """Starts samples of one request. If their plans have windows, one message starts all."""
@@ -347,7 +337,7 @@ class VllmBackend:
 
     def queue_stats(self) -> QueueStats:
         """The scheduler's latest counts."""
-        return self._counter.stats
+        return self._loaded.counter.stats
 
     async def close(self) -> None:
         """Ends the engine and its processes. Calls that come meanwhile raise `EngineLost`."""
@@ -358,7 +348,7 @@ class VllmBackend:
         await asyncio.to_thread(self._llm.shutdown, _END_SECONDS)
         del self._loaded.llm
         await asyncio.to_thread(self._channel.close)
-        remove_channel(self._settings)
+        remove_channel(self._loaded.settings)
 
     async def _call(self, method: str, *args: object) -> object:
         return await self._answered(self._llm.collective_rpc(method, args=args))

@@ -46,7 +46,7 @@ from rheostat_engine import (
     Site,
 )
 from rheostat_server.config import ModelInfo
-from rheostat_server.engine.backend import Backend, Delta, Job
+from rheostat_server.engine.backend import Backend, Delta, Job, Start
 from rheostat_server.engine.sampling import SamplingSettings
 from rheostat_server.errors import EngineFailed, EngineLost, RheostatError
 from rheostat_server.tensors import FloatType
@@ -282,7 +282,7 @@ class _WarmUp:
                 ended.set_exception(error)
 
         try:
-            await self._backend.add_request(job, receive, fail)
+            await self._backend.add_requests([Start(job, receive, fail)])
             await ended
         except asyncio.CancelledError:
             await self._backend.abort([job.plan.request_id])

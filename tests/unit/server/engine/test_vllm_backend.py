@@ -521,7 +521,7 @@ def adding(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 async def test_equal_settings_share_a_template_and_each_sample_has_its_own_plan(adding) -> None:
     for one in (job("a", acts=(ACT,)), job("b", acts=(ACT,)), job("c")):
-        await adding.backend.add_request(one, list, list)
+        await adding.backend.add_requests([Start(one, list, list)])
     (template,) = adding.made
     names = [name for name, _, _, _ in template.added]
     (first, second, third) = [extra for _, _, _, extra in template.added]
@@ -537,7 +537,7 @@ async def test_only_samples_whose_text_is_read_are_decoded(
     adding, has_tokenizer: bool, text: bool
 ) -> None:
     adding.backend._templates = RequestTemplates({}, has_tokenizer=has_tokenizer)
-    await adding.backend.add_request(job("a", text=text), list, list)
+    await adding.backend.add_requests([Start(job("a", text=text), list, list)])
     assert adding.made[0].params.detokenize is (text and has_tokenizer)
 
 
@@ -546,23 +546,23 @@ async def test_each_sample_has_its_own_seed_and_only_the_first_the_prompts_log_p
 ) -> None:
     settings = {"seed": 11, "samples": 3, "prompt_logprobs": 1}
     for sample in range(3):
-        await adding.backend.add_request(job("a", sample, **settings), list, list)
+        await adding.backend.add_requests([Start(job("a", sample, **settings), list, list)])
     assert [one.params.prompt_logprobs for one in adding.made] == [1, None]
     assert [seed for one in adding.made for _, _, seed, _ in one.added] == [11, 12, 13]
 
 
 async def test_at_most_256_templates_are_kept(adding) -> None:
     for number in range(300):
-        await adding.backend.add_request(job("a", top_k=number), list, list)
-    await adding.backend.add_request(job("a", top_k=300 - 256), list, list)
+        await adding.backend.add_requests([Start(job("a", top_k=number), list, list)])
+    await adding.backend.add_requests([Start(job("a", top_k=300 - 256), list, list)])
     assert len(adding.made) == 300
-    await adding.backend.add_request(job("a", top_k=300 - 257), list, list)
+    await adding.backend.add_requests([Start(job("a", top_k=300 - 257), list, list)])
     assert len(adding.made) == 301
 
 
 async def test_requests_with_any_seed_share_a_template(adding) -> None:
     for seed in (7, None, 8):
-        await adding.backend.add_request(job("a", seed=seed), list, list)
+        await adding.backend.add_requests([Start(job("a", seed=seed), list, list)])
     assert [[seed for _, _, seed, _ in one.added] for one in adding.made] == [[7, 8], [None]]
 
 

@@ -13,6 +13,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from rheostat_server.engine import vllm_backend, vllm_templates
+from rheostat_server.engine.backend import Start
 from rheostat_server.engine.vllm_backend import VllmBackend
 from rheostat_server.engine.vllm_templates import RequestTemplates
 from rheostat_wire.v1 import generation_pb2
@@ -81,7 +82,7 @@ class Backend(ScriptedBackend):
 
     async def add_request(self, job, receive, fail) -> None:
         self.jobs_by_id[job.plan.request_id] = job, receive, fail
-        await VllmBackend.add_request(self.vllm, job, receive, fail)
+        await VllmBackend.add_requests(self.vllm, [Start(job, receive, fail)])
 
     async def abort(self, plan_ids: Sequence[str]) -> None:
         await VllmBackend.abort(self.vllm, plan_ids)
