@@ -1,7 +1,6 @@
 """LensService: the model's final norm and unembedding, applied to rows of a prompt."""
 
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 
 from rheostat_server.api.readiness import Readiness
 from rheostat_server.api.rpc import Context
@@ -20,14 +19,12 @@ class LensService(lens_service_pb2_grpc.LensServiceServicer):
         self._readiness = readiness
         self._lenses = Lenses()
 
-    async def Lens(
+    def Lens(
         self, request: lens_service_pb2.LensRequest, context: Context
     ) -> AsyncGenerator[lens_service_pb2.LensResponse, None]:
         """Reads the rows of a prompt."""
         responses = self._lenses.lens(request, self._readiness.manager())
-        async with aclosing(while_read(responses, UNREAD_SECONDS)) as read:
-            async for response in read:
-                yield response
+        return while_read(responses, UNREAD_SECONDS)
 
     async def Attribute(
         self, request: lens_service_pb2.AttributeRequest, context: Context

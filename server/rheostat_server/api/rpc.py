@@ -9,7 +9,6 @@ Why requests are decoded here: gRPC would answer an invalid message with UNKNOWN
 """
 
 import asyncio
-import inspect
 import logging
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
@@ -122,15 +121,14 @@ class _Method:
             or handler.unary_stream
             or handler.stream_stream,
         )
-        responses = inspect.isasyncgenfunction(self._behaviour)
+        self._streams = handler.response_streaming
+        """Whether the method may have several responses."""
         self._responses = cast(
             Callable[[object, None], AsyncGenerator[object, None]],
-            self._behaviour if responses else self._only_response,
+            self._behaviour if self._streams else self._only_response,
         )
-        self._streams = responses
-        """Whether the method may have several responses."""
-        # Generated stubs of methods that we do not implement are not coroutine functions.
-        self._served = responses or inspect.iscoroutinefunction(self._behaviour)
+        # The stubs of methods that we do not implement are in the generated modules.
+        self._served = not self._behaviour.__module__.endswith("_pb2_grpc")
         self._reader = Reader(handler.request_deserializer or bytes)
         self._encode = handler.response_serializer or cast(Callable[[object], bytes], bytes)
         self.control = path.startswith(_CONTROL)

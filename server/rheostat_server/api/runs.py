@@ -1,7 +1,6 @@
 """RunService: stored runs. A call makes one, or a request by a capture into a run."""
 
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing
 
 from google.protobuf import timestamp_pb2
 
@@ -69,14 +68,11 @@ class RunService(run_service_pb2_grpc.RunServiceServicer):
         run = _find(request.run_id, self._readiness.manager().runs)
         return _pb.GetRunResponse(run=await offload(_weight(run), _to_wire, run))
 
-    async def ReadRun(  # type: ignore[override]  # `Rpcs` also sends messages in wire format
+    def ReadRun(  # type: ignore[override]  # `Rpcs` also sends messages in wire format
         self, request: run_service_pb2.ReadRunRequest, context: Context
     ) -> AsyncGenerator[MessageParts, None]:
         """Sends rows of a run."""
-        rows = _rows(request, self._readiness.manager())
-        async with aclosing(while_read(rows, UNREAD_SECONDS)) as messages:
-            async for message in messages:
-                yield message
+        return while_read(_rows(request, self._readiness.manager()), UNREAD_SECONDS)
 
     async def ListRuns(
         self, request: run_service_pb2.ListRunsRequest, context: Context

@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
 from itertools import islice
 
 from google.protobuf import timestamp_pb2
@@ -113,23 +112,17 @@ class SteeringService(steering_service_pb2_grpc.SteeringServiceServicer):
         digest = await persistent_vectors.delete_name(request.name, "name")
         return _pb.DeleteNameResponse(digest=digest)
 
-    async def DeriveVectors(
+    def DeriveVectors(
         self, request: steering_service_pb2.DeriveVectorsRequest, context: Context
     ) -> AsyncGenerator[steering_service_pb2.DeriveVectorsResponse, None]:
         """Derives vectors from two sets of prompts."""
-        events = derive_vectors(request, self._readiness.manager(), self._runner)
-        async with aclosing(events) as responses:
-            async for response in responses:
-                yield response
+        return derive_vectors(request, self._readiness.manager(), self._runner)
 
-    async def FitConditions(
+    def FitConditions(
         self, request: steering_service_pb2.FitConditionsRequest, context: Context
     ) -> AsyncGenerator[steering_service_pb2.FitConditionsResponse, None]:
         """Fits conditions that tell two sets of prompts apart."""
-        events = fit_conditions(request, self._readiness.manager(), self._runner)
-        async with aclosing(events) as responses:
-            async for response in responses:
-                yield response
+        return fit_conditions(request, self._readiness.manager(), self._runner)
 
     async def SetGlobal(
         self, request: steering_service_pb2.SetGlobalRequest, context: Context

@@ -1,7 +1,6 @@
 """SweepService: activation patching over a grid of sites and positions."""
 
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 
 from rheostat_server.api.readiness import Readiness
 from rheostat_server.api.rpc import Context
@@ -19,11 +18,9 @@ class SweepService(sweep_service_pb2_grpc.SweepServiceServicer):
         self._readiness = readiness
         self._sweeps = Sweeps()
 
-    async def Sweep(  # type: ignore[override]  # `Rpcs` also writes lists of messages
+    def Sweep(  # type: ignore[override]  # `Rpcs` also writes lists of messages
         self, request: sweep_service_pb2.SweepRequest, context: Context
     ) -> AsyncGenerator[list[sweep_service_pb2.SweepResponse], None]:
         """Runs a grid of replacements."""
         events = self._sweeps.sweep(request, self._readiness.manager())
-        async with aclosing(while_read(events, UNREAD_SECONDS)) as responses:
-            async for response in responses:
-                yield response
+        return while_read(events, UNREAD_SECONDS)
