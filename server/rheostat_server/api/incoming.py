@@ -263,7 +263,7 @@ class Calls:
             The walk; None if the message is too small to have many fields.
 
         Raises:
-            InvalidValue: the bytes cannot be decoded.
+            DecodeError: the bytes cannot be decoded.
             MessageTooLarge: the message has too many fields or packed numbers.
         """
         walk = reader.walk(data)
@@ -271,11 +271,11 @@ class Calls:
             return None
         whole = False
         if len(data) <= LARGE_MESSAGE_BYTES:
-            whole = reader.advance(walk, _FEW_FIELDS)
+            whole = walk.advance(_FEW_FIELDS)
             reader.check_numbers(walk)
         while not whole:
             async with self._turn():
-                whole = reader.advance(walk, _TURN_FIELDS)
+                whole = walk.advance(_TURN_FIELDS)
             reader.check_numbers(walk)
             if walk.fields > MESSAGE_FIELDS:
                 raise MessageTooLarge(
@@ -291,7 +291,7 @@ class Calls:
         """Decodes a message. A message that may take long is decoded in a turn.
 
         Raises:
-            InvalidValue: the bytes cannot be decoded.
+            DecodeError: the bytes cannot be decoded.
             UnknownField: the message has a field that this server does not know.
         """
         if len(data) <= LARGE_MESSAGE_BYTES and (
@@ -408,10 +408,13 @@ class Incoming:
                 f"the request has {len(data)} bytes; this service takes at most {most}"
             )
         self._reserve(len(data))
-        walk = await self._calls.walked(data, reader)
-        if walk is not None:
-            self._reserve(walk.fields * FIELD_BYTES + walk.numbers * NUMBER_BYTES)
-        return await self._calls.decoded(data, reader, walk)
+        try:
+            walk = await self._calls.walked(data, reader)
+            if walk is not None:
+                self._reserve(walk.fields * FIELD_BYTES + walk.numbers * NUMBER_BYTES)
+            return await self._calls.decoded(data, reader, walk)
+        except DecodeError as error:
+            raise InvalidValue("the request cannot be decoded as a message of this rpc") from error
 
     def _reserve(self, size: int) -> None:
         if size > OFFLOAD_BYTES:
@@ -438,24 +441,14 @@ class Reader(Generic[Request]):
             return None
         return Walk(data, self._descriptor, MESSAGE_NUMBERS)
 
-    def advance(self, walk: Walk, fields: int) -> bool:
-        """Walks over at most `fields` more fields; returns whether the walk is complete.
-
-        Raises:
-            InvalidValue: the bytes cannot be decoded.
-        """
-        with _DECODING:
-            return walk.advance(fields)
-
     def check_numbers(self, walk: Walk) -> None:
         """Checks the packed numbers of the walked part of a message.
 
         Raises:
-            InvalidValue: the bytes cannot be decoded.
+            DecodeError: the bytes cannot be decoded.
             MessageTooLarge: there are too many.
         """
-        with _DECODING:
-            path = walk.exceeding()
+        path = walk.exceeding()
         if path is not None:
             raise MessageTooLarge(
                 f"the message has more than {MESSAGE_NUMBERS} packed numbers, the most that it may "
@@ -471,14 +464,13 @@ class Reader(Generic[Request]):
             walk: a complete walk over them; None if the message is small.
 
         Raises:
-            InvalidValue: the bytes cannot be decoded.
+            DecodeError: the bytes cannot be decoded.
             UnknownField: the message has a field that this server does not know.
         """
-        with _DECODING:
-            request = self._decode(data)
-            if not isinstance(request, Message):
-                return request
-            path = unknown_field(request, data) if walk is None else walk.unknown()
+        request = self._decode(data)
+        if not isinstance(request, Message):
+            return request
+        path = unknown_field(request, data) if walk is None else walk.unknown()
         if path is not None:
             raise UnknownField(
                 f"this server does not know the field {path}; "
@@ -487,24 +479,6 @@ class Reader(Generic[Request]):
                 metadata={"path": path},
             )
         return request
-
-
-class _Decoding:
-    """A context that raises InvalidValue if protobuf or a walk cannot decode a message."""
-
-    # A class, because a generator (`contextmanager`) would take longer than the decoding.
-
-    def __enter__(self) -> None:
-        """Does nothing."""
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
-    ) -> None:
-        if isinstance(error, DecodeError):
-            raise InvalidValue("the request cannot be decoded as a message of this rpc") from error
-
-
-_DECODING = _Decoding()
 
 
 def lean(request: Request, size: int) -> Request:
