@@ -267,11 +267,12 @@ class SpillQueue:
 
     def _keep(self, batch: Sequence[DeliveryItem], error: OSError | SpillDirectoryFull) -> None:
         """Keeps a batch that could not be written in memory, and refuses further rows."""
-        self._failure = (
-            self._spill_manager.full
-            if isinstance(error, SpillDirectoryFull)
-            else _unwritable(error)
-        )
+        self._failure = self._spill_manager.full
+        if isinstance(error, OSError):
+            self._failure = CaptureOverflow(
+                "captured rows came faster than they were read, and the server's spool cannot be "
+                f"written: {error.strerror or 'the disk failed'}. Look at the disk of --spool"
+            )
         self._unwritten.extend(batch)
         self._buffer.news.set()
 
@@ -320,13 +321,6 @@ class _Loaded(NamedTuple):
 
 def _rows(item: DeliveryItem) -> int:
     return len(item.token_ids) * len(item.block.sites) if isinstance(item, Chunk) else 0
-
-
-def _unwritable(error: OSError) -> CaptureOverflow:
-    return CaptureOverflow(
-        "captured rows came faster than they were read, and the server's spool cannot be written: "
-        f"{error.strerror or 'the disk failed'}. Look at the disk of --spool"
-    )
 
 
 def _append(file: SpillFile, batch: Sequence[tuple[DeliveryItem, int]]) -> None:

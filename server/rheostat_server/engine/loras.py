@@ -9,6 +9,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -75,9 +76,12 @@ def lora_arguments(loras: Sequence[Lora], *, cpu: bool) -> dict[str, object]:
 
 
 def _read(name: str, number: int, folder: Path) -> Lora:
-    rank = _rank(name, folder)
+    config = _config(name, folder)
     weights = _check_weights(name, folder)
-    return Lora(name, number, str(folder), rank, _changes_head(folder, weights))
+    # PEFT takes a list of names of modules, or one regular expression.
+    adapted = weights or (str(config.get("target_modules")),)
+    changes_head = any(_HEAD in module for module in adapted)
+    return Lora(name, number, str(folder), config["r"], changes_head)
 
 
 def _check_weights(name: str, folder: Path) -> tuple[str, ...]:
@@ -94,22 +98,15 @@ def _check_weights(name: str, folder: Path) -> tuple[str, ...]:
         raise ModelNotFound(f"the adapter {name}: cannot read {weights}: {error}") from error
 
 
-def _changes_head(folder: Path, weights: Sequence[str]) -> bool:
-    """Looks at the names of the weights, or else at the modules that the config names."""
-    if weights:
-        return any(_HEAD in weight for weight in weights)
-    config = json.loads((folder / _CONFIG).read_text())
-    # PEFT takes a list of names or one regular expression.
-    return _HEAD in str(config.get("target_modules"))
-
-
-def _rank(name: str, folder: Path) -> int:
+def _config(name: str, folder: Path) -> dict[str, Any]:  # Any: JSON
+    """The config of an adapter, whose rank `r` is checked."""
     try:
-        rank = json.loads((folder / _CONFIG).read_text())["r"]
+        config: dict[str, Any] = json.loads((folder / _CONFIG).read_text())
+        rank = config["r"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelNotFound(
             f"the adapter {name}: {folder} holds no {_CONFIG} that names a rank r"
         ) from error
     if not isinstance(rank, int) or not 1 <= rank <= _RANKS[-1]:
         raise ModelNotFound(f"the adapter {name} has rank {rank}; vLLM serves 1 to {_RANKS[-1]}")
-    return rank
+    return config

@@ -17,7 +17,6 @@ from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 from rheostat_server.errors import (
     NameConflict,
     NotSupported,
-    RheostatError,
     StoreFull,
     VectorDirFailed,
 )
@@ -234,13 +233,11 @@ async def _on_disk(work: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -
         await on_pool(_THREADS, work, *args, **kwargs)
     except OSError as error:
         _LOG.error("vectors cannot be written: %s", error)
-        raise _failure(error) from error
-
-
-def _failure(error: OSError) -> RheostatError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return StoreFull("the disk of the server's --vector-dir is full; nothing was changed")
-    return NotSupported(
-        "the server's --vector-dir cannot be written "
-        f"({error.strerror or 'input/output error'}); nothing was changed"
-    )
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StoreFull(
+                "the disk of the server's --vector-dir is full; nothing was changed"
+            ) from error
+        raise NotSupported(
+            "the server's --vector-dir cannot be written "
+            f"({error.strerror or 'input/output error'}); nothing was changed"
+        ) from error

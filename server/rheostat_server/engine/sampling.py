@@ -125,7 +125,7 @@ def _resolved(
         max_tokens=max_tokens,
         temperature=temperature,
         top_p=top_p,
-        top_k=_top_k(sampling, model.vocabulary),
+        top_k=sampling.top_k if sampling.top_k < model.vocabulary else 0,
         min_p=_within(sampling, "min_p", 0.0, 1.0),
         min_tokens=sampling.min_tokens,
         stop=_stop(sampling, has_tokenizer),
@@ -202,10 +202,6 @@ def _within(sampling: generation_pb2.Sampling, name: str, low: float, high: floa
     if not low <= value <= high:
         raise _refused(name, f"{low:g} to {high:g}", value)
     return value
-
-
-def _top_k(sampling: generation_pb2.Sampling, vocabulary: int) -> int:
-    return 0 if sampling.top_k >= vocabulary else sampling.top_k
 
 
 def _logprobs(sampling: generation_pb2.Sampling, name: str, limit: int) -> int | None:
