@@ -12,7 +12,7 @@ from grpc_health.v1.health_pb2 import HealthCheckResponse
 from rheostat_server.delivery.counts import Drained
 from rheostat_server.errors import EngineLost, WarmingUp
 from rheostat_server.requests.manager import RequestManager
-from rheostat_server.tasks.kept import keep
+from rheostat_server.tasks.futures import keep
 
 _LOG = logging.getLogger(__name__)
 

@@ -24,8 +24,7 @@ from typing import NamedTuple
 from rheostat_engine import GainsUpdate, merged_gains
 from rheostat_server.engine.backend import Backend
 from rheostat_server.errors import Defect, EngineLost, RheostatError
-from rheostat_server.tasks.eager import begin_now
-from rheostat_server.tasks.kept import keep
+from rheostat_server.tasks.futures import begin_now, keep
 
 _LOG = logging.getLogger(__name__)
 

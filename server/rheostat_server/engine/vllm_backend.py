@@ -49,7 +49,7 @@ from rheostat_server.engine.warm_up import warm_up
 from rheostat_server.errors import Defect, EngineFailed, EngineLost
 from rheostat_server.prompts.tokenizer import HuggingFaceTokenizer, Tokenizer
 from rheostat_server.tasks.allocator import keep_freed_memory
-from rheostat_server.tasks.eager import begin_now
+from rheostat_server.tasks.futures import begin_now
 from rheostat_server.tasks.offload import offload
 from rheostat_server.tensors import FloatType
 from rheostat_server.vectors.store import Vector

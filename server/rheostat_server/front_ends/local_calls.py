@@ -18,8 +18,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from rheostat_server.front_ends.core_server import CoreCall, FairLock
-from rheostat_server.tasks.futures import resolve
-from rheostat_server.tasks.kept import keep
+from rheostat_server.tasks.futures import keep, resolve
 from rheostat_wire.v1 import (
     capture_service_pb2,
     engine_service_pb2,

@@ -55,7 +55,7 @@ from rheostat_server.requests.steering_change import Control
 from rheostat_server.requests.token_hold import TokenHold
 from rheostat_server.steering.controlled import disabled_error
 from rheostat_server.subscriptions.observer_captures import Attachment
-from rheostat_server.tasks.kept import keep
+from rheostat_server.tasks.futures import keep
 from rheostat_server.tasks.turns import Turns
 from rheostat_wire.v1 import types_pb2
 

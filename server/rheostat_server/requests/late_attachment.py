@@ -44,7 +44,7 @@ from rheostat_server.subscriptions.pending_changes import (
 )
 from rheostat_server.subscriptions.registry import Subscriptions
 from rheostat_server.subscriptions.subscription import Subscription
-from rheostat_server.tasks.kept import keep
+from rheostat_server.tasks.futures import keep
 from rheostat_server.tasks.offload import offload_plan
 from rheostat_server.tasks.turns import Turns
 from rheostat_server.tensors import FloatType

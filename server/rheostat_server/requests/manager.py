@@ -71,7 +71,7 @@ from rheostat_server.selectors.selection import typical_context
 from rheostat_server.sinks.registry import Sinks
 from rheostat_server.steering.controlled import Controllers
 from rheostat_server.subscriptions.registry import Subscriptions
-from rheostat_server.tasks.kept import keep
+from rheostat_server.tasks.futures import keep
 from rheostat_server.tasks.shared_query import SharedQuery
 from rheostat_server.tasks.turns import Turns
 from rheostat_server.vectors.store import Vector

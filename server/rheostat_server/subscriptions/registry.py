@@ -29,7 +29,7 @@ from rheostat_server.subscriptions.flow_control import check_credit, position_by
 from rheostat_server.subscriptions.opening import check_opening
 from rheostat_server.subscriptions.stream_registry import EventStreams
 from rheostat_server.subscriptions.subscription import Subscription
-from rheostat_server.tasks.kept import keep
+from rheostat_server.tasks.futures import keep
 from rheostat_server.tensors import FloatType
 from rheostat_server.vectors.store import Vector
 from rheostat_wire.v1 import capture_pb2, capture_service_pb2

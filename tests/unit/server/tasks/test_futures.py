@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from rheostat_server.tasks.eager import begin_now
+from rheostat_server.tasks.futures import begin_now
 
 
 class Work:
