@@ -7,7 +7,7 @@ from rheostat_server.api.rpc import Context
 from rheostat_server.derivation.attribution import attribute
 from rheostat_server.derivation.lens import Lenses
 from rheostat_server.limits import UNREAD_SECONDS
-from rheostat_server.tasks.unread import while_read
+from rheostat_server.tasks.interruption import while_read
 from rheostat_wire.v1 import lens_service_pb2, lens_service_pb2_grpc
 
 

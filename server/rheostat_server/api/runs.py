@@ -21,8 +21,8 @@ from rheostat_server.runs.targets import RUN_ID, lease_seconds
 from rheostat_server.runs.upload import receive_run
 from rheostat_server.selectors.sites import to_wire
 from rheostat_server.selectors.spans import runs as runs_of
+from rheostat_server.tasks.interruption import while_read
 from rheostat_server.tasks.offload import offload
-from rheostat_server.tasks.unread import while_read
 from rheostat_server.validation import known_enum
 from rheostat_wire.message_parts import MessageParts
 from rheostat_wire.v1 import run_pb2, run_service_pb2, run_service_pb2_grpc, tensor_pb2

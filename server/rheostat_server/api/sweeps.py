@@ -6,7 +6,7 @@ from rheostat_server.api.readiness import Readiness
 from rheostat_server.api.rpc import Context
 from rheostat_server.limits import UNREAD_SECONDS
 from rheostat_server.sweeps.sweep import Sweeps
-from rheostat_server.tasks.unread import while_read
+from rheostat_server.tasks.interruption import while_read
 from rheostat_wire.v1 import sweep_service_pb2, sweep_service_pb2_grpc
 
 

@@ -3,14 +3,21 @@
 Why: the handler's generator is suspended at a `yield` while the write blocks. It can neither raise
 an error nor release the resources of the call. The client gets the error once it has read the
 earlier messages.
+
+A call that waits for its reader holds what it uses: runs, memory, or one of few places. A client
+that is gone is noticed by gRPC; one that stays and reads nothing is noticed by `while_read`.
 """
 
 import asyncio
 import weakref
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from contextvars import ContextVar
+from typing import TypeVar
 
-from rheostat_server.errors import RheostatError
+from rheostat_server.errors import ResponseOverflow, RheostatError
+
+T = TypeVar("T")
 
 
 class Interruption:
@@ -53,3 +60,19 @@ def interrupter() -> Callable[[RheostatError], None]:
     """A function that interrupts the call of the current task; no-op outside of a call."""
     interruption = _CURRENT.get()
     return (lambda _: None) if interruption is None else interruption.interrupt
+
+
+async def while_read(responses: AsyncGenerator[T, None], seconds: float) -> AsyncGenerator[T, None]:
+    """Yields responses. Ends the call with ResponseOverflow if one is not read for so long."""
+    interrupt, loop = interrupter(), asyncio.get_running_loop()
+    async with aclosing(responses):
+        async for response in responses:
+            timer = loop.call_later(
+                seconds,
+                interrupt,
+                ResponseOverflow(f"the client left a message unread for {seconds:g} s"),
+            )
+            try:
+                yield response
+            finally:
+                timer.cancel()

@@ -7,8 +7,7 @@ from contextlib import aclosing
 import pytest
 
 from rheostat_server.errors import ResponseOverflow
-from rheostat_server.tasks.interruption import Interruption
-from rheostat_server.tasks.unread import while_read
+from rheostat_server.tasks.interruption import Interruption, while_read
 
 
 async def responses(log: list[str], count: int) -> AsyncGenerator[int, None]:
