@@ -11,7 +11,6 @@ Invariants:
 Every function blocks.
 """
 
-import fcntl
 import os
 import struct
 import threading
@@ -24,7 +23,7 @@ from pathlib import Path
 import google_crc32c
 
 from rheostat_server.errors import SpoolFailed
-from rheostat_server.tasks.open_files import OpenFiles
+from rheostat_server.tasks.open_files import OpenFiles, lock_file
 
 _FILES = 256
 """The limit is divided into this many files, because only whole files are deleted."""
@@ -73,11 +72,7 @@ class SpillDirectory:
         with ExitStack() as resources:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-                resources.callback(os.close, lock)
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # `os.close` alone would leave it locked while a forked process has the descriptor.
-                resources.callback(fcntl.flock, lock, fcntl.LOCK_UN)
+                lock_file(folder / _LOCK, 0o600, resources)
                 self._sweep()
             except BlockingIOError as error:
                 raise SpoolFailed(

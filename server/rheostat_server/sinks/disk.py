@@ -6,7 +6,6 @@ changes. One process at a time has the folder.
 """
 
 import errno
-import fcntl
 import hashlib
 import os
 import re
@@ -17,6 +16,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from rheostat_server.sinks.protocol import Collision, SinkError, SinkSettingsError
+from rheostat_server.tasks.open_files import lock_file
 
 REQUEST = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 """Ids of requests."""
@@ -47,11 +47,7 @@ class Root:
                 path.mkdir(parents=True, exist_ok=True)
                 self._folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
                 resources.callback(os.close, self._folder)
-                lock = os.open(_LOCK, _READ_WRITE | os.O_CREAT, 0o644, dir_fd=self._folder)
-                resources.callback(os.close, lock)
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # `os.close` alone would leave it locked while a forked process has the descriptor.
-                resources.callback(fcntl.flock, lock, fcntl.LOCK_UN)
+                lock_file(_LOCK, 0o644, resources, folder=self._folder)
                 self._open = True
                 with self.folder(_PARTS, make=True) as parts:
                     for name in os.listdir(parts):

@@ -1,4 +1,4 @@
-"""A cache of descriptors of files that are used repeatedly, with a limit.
+"""A cache of descriptors of files that are used repeatedly, with a limit; and locks of folders.
 
 Why a limit: clients choose the number of files. A sink has two files for each tag, and each
 recording and each slow reader has a file. Without a limit, the tags of one client would take the
@@ -8,12 +8,14 @@ Invariant: a descriptor in use is never closed. Only files in use can exceed the
 thread uses a few at a time.
 """
 
+import fcntl
 import os
 import resource
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Lock
 
 _DESCRIPTORS = 1 << 16
@@ -28,6 +30,29 @@ def raise_descriptor_limit() -> int:
         return soft
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     return wanted
+
+
+def lock_file(
+    path: Path | str, mode: int, resources: ExitStack, *, folder: int | None = None
+) -> None:
+    """Locks a file until `resources` are closed. The file is made if it does not exist.
+
+    Args:
+        path: the file.
+        mode: its permissions if it is made.
+        resources: closes and unlocks it.
+        folder: the descriptor of the folder that a relative path is in; None: the current folder.
+
+    Raises:
+        BlockingIOError: another process has locked it.
+        OSError: it cannot be opened.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(path, flags, mode, dir_fd=folder)
+    resources.callback(os.close, descriptor)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    # `os.close` alone would leave it locked while a forked process has the descriptor.
+    resources.callback(fcntl.flock, descriptor, fcntl.LOCK_UN)
 
 
 @dataclass(eq=False, slots=True)

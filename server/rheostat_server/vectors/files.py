@@ -5,10 +5,10 @@ match its digest is renamed, but neither loaded nor deleted. Only one server use
 time. Calls wait for the disk, so they run off the event loop, one at a time.
 """
 
-import fcntl
 import logging
 import os
 import re
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ import numpy as np
 from safetensors import SafetensorError, TensorSpec, deserialize, safe_open, serialize
 
 from rheostat_server.errors import NonFinite, NotSupported, VectorDirFailed
+from rheostat_server.tasks.open_files import lock_file
 from rheostat_server.tensors import FloatType
 from rheostat_server.vectors.names import NameFile
 from rheostat_server.vectors.store import Name, Vector, make_vector
@@ -62,33 +63,25 @@ class VectorFiles:
             VectorDirFailed: another server uses the folder, or it cannot be written.
         """
         self.folder = folder
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise _unusable(folder, error) from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(self._lock)
-            if isinstance(error, BlockingIOError):
+        self._names = NameFile(folder)
+        with ExitStack() as resources:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                lock_file(folder / _LOCK, 0o644, resources)
+            except BlockingIOError as error:
                 raise VectorDirFailed(
                     f"another server keeps its vectors in {folder}: give each its own --vector-dir"
                 ) from error
-            raise _unusable(folder, error) from error
-        self._open = True
-        self._names = NameFile(folder)
+            except OSError as error:
+                raise _unusable(folder, error) from error
+            resources.callback(self._names.close)
+            self._resources = resources.pop_all()
         self._orphans: list[str] = []
         """Names without a vector, which are still on the disk."""
 
     def close(self) -> None:
         """Unlocks the folder."""
-        if self._open:
-            self._open = False
-            self._names.close()
-            # `os.close` alone would leave it locked while a forked process has the descriptor.
-            fcntl.flock(self._lock, fcntl.LOCK_UN)
-            os.close(self._lock)
+        self._resources.close()
 
     def read(self) -> Contents:
         """Reads all vectors and names.
