@@ -43,7 +43,7 @@ from rheostat_server.engine.vllm_engine import (
     remove_channel,
     what_happened,
 )
-from rheostat_server.engine.vllm_outputs import DeltaReader, OutputTurns, TokenTexts
+from rheostat_server.engine.vllm_outputs import DeltaReader, OutputTurns, token_texts
 from rheostat_server.engine.vllm_templates import RequestTemplates, engine_dead_error, lora_request
 from rheostat_server.engine.warm_up import warm_up
 from rheostat_server.errors import Defect, EngineFailed, EngineLost
@@ -118,7 +118,7 @@ class VllmBackend:
         self.sites = sites
         self.info = _model_info(config, loaded)
         self._channel = WorkerChannel(loaded.settings, ranks=sites.world_size)
-        self._texts = TokenTexts(loaded.llm.tokenizer)
+        self._texts = token_texts(loaded.llm.tokenizer)
         self._turns = OutputTurns()
         self._templates = RequestTemplates(
             loaded.loras, has_tokenizer=loaded.llm.tokenizer is not None

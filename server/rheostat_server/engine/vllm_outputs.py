@@ -3,7 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, cast
 
 from rheostat_engine import Output
@@ -27,32 +27,23 @@ TextOf = Callable[[int], str]
 """Gives the text of a single token."""
 
 
-class TokenTexts:
-    """The texts of single tokens, each decoded once.
+def token_texts(tokenizer: "TokenizerLike | None") -> TextOf:
+    """A function that gives the texts of single tokens, invalid UTF-8 replaced.
 
-    The engine sends log-probabilities without texts, because decoding takes longer than all other
-    work on them.
+    Each token is decoded once. Without a tokenizer every text is empty. The engine sends
+    log-probabilities without texts, because decoding takes longer than all other work on them.
     """
 
-    def __init__(self, tokenizer: "TokenizerLike | None") -> None:
-        """Nothing is decoded yet. Without a tokenizer every text is empty."""
-        self._tokenizer = tokenizer
-        self._texts: dict[int, str] = {}
-
-    def __call__(self, token_id: int) -> str:
-        """The text of a token, invalid UTF-8 replaced."""
-        text = self._texts.get(token_id)
-        if text is None:
-            text = self._texts[token_id] = self._decode(token_id)
-        return text
-
-    def _decode(self, token_id: int) -> str:
-        if self._tokenizer is None:
+    @cache
+    def text_of(token_id: int) -> str:
+        if tokenizer is None:
             return ""
         from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
 
-        (text,) = convert_ids_list_to_tokens(self._tokenizer, [token_id])
+        (text,) = convert_ids_list_to_tokens(tokenizer, [token_id])
         return text
+
+    return text_of
 
 
 class OutputTurns:

@@ -426,10 +426,10 @@ def test_the_text_of_a_token_is_decoded_once() -> None:
             decoded.append(ids)
             return chr(ids[0])
 
-    texts = vllm_outputs.TokenTexts(Letters())
+    texts = vllm_outputs.token_texts(Letters())
     assert [texts(97), texts(98), texts(97)] == ["a", "b", "a"]
     assert decoded == [[97], [98]]
-    assert vllm_outputs.TokenTexts(None)(97) == ""
+    assert vllm_outputs.token_texts(None)(97) == ""
 
 
 def backend_with(answers: list[object]) -> tuple[vllm_backend.VllmBackend, list[object]]:

@@ -5,10 +5,9 @@ is on its way. A client may cancel at each of these moments.
 """
 
 import asyncio
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 
@@ -97,17 +96,8 @@ class Backend(ScriptedBackend):
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand in for the names of vLLM that the code imports."""
-    exceptions = ModuleType("vllm.v1.engine.exceptions")
-    exceptions.EngineDeadError = EngineDead
-    for name in ("vllm", "vllm.v1", "vllm.v1.engine"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, exceptions.__name__, exceptions)
-    names = SimpleNamespace(
-        SamplingParams=SimpleNamespace,
-        RequestOutputKind=SimpleNamespace(DELTA=None),
-        EngineDeadError=EngineDead,
-    )
-    monkeypatch.setattr(vllm_templates, "_vllm_names", lambda: names)
+    monkeypatch.setattr(vllm_backend, "engine_dead_error", lambda: EngineDead)
+    monkeypatch.setattr(vllm_templates, "_sampling_params", lambda *_: None)
     monkeypatch.setattr(vllm_templates, "request_template", lambda *_: Template())
     monkeypatch.setattr(vllm_backend, "receive_outputs", lambda *_: None)
 
