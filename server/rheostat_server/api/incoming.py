@@ -28,6 +28,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from copy import deepcopy
 from functools import partial
 from typing import Generic, TypeVar, cast
 
@@ -487,7 +488,5 @@ def lean(request: Request, size: int) -> Request:
     A message holds the bytes of fields that were sent more than once.
     """
     if size > OFFLOAD_BYTES and isinstance(request, Message) and request.ByteSize() < size:
-        copy = type(request)()
-        copy.CopyFrom(request)
-        return copy
+        return deepcopy(request)
     return request

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import AsyncGenerator, AsyncIterator
+from copy import deepcopy
 from itertools import islice
 
 from google.protobuf import timestamp_pb2
@@ -21,7 +22,7 @@ from rheostat_server.requests.manager import RequestManager
 from rheostat_server.vectors.listing import FIRST, Key
 from rheostat_server.vectors.store import Entry, Name
 from rheostat_server.vectors.upload import Upload, Uploads, check_default_sites, check_label
-from rheostat_wire.v1 import steering_service_pb2, steering_service_pb2_grpc, types_pb2
+from rheostat_wire.v1 import steering_service_pb2, steering_service_pb2_grpc
 
 _pb = steering_service_pb2
 
@@ -98,7 +99,8 @@ class SteeringService(steering_service_pb2_grpc.SteeringServiceServicer):
             digest=request.digest,
             expected=request.expected_digest if request.HasField("expected_digest") else None,
             description=request.description if request.HasField("description") else None,
-            sites=_detached(request.sites) if request.HasField("sites") else None,
+            # A reference to a part of a message would keep the whole message in memory.
+            sites=deepcopy(request.sites) if request.HasField("sites") else None,
         )
         previous = await manager.persistent_vectors.set_name(request.name, naming)
         return _pb.SetNameResponse(previous_digest=previous)
@@ -142,10 +144,8 @@ class SteeringService(steering_service_pb2_grpc.SteeringServiceServicer):
     ) -> steering_service_pb2.GetGlobalResponse:
         """The server-wide steering."""
         current = self._readiness.manager().server_wide.current
-        response = _pb.GetGlobalResponse(policy=current.policy, version=current.version)
-        if current.set_time is not None:
-            response.set_time.CopyFrom(_timestamp(current.set_time))
-        return response
+        since = None if current.set_time is None else _timestamp(current.set_time)
+        return _pb.GetGlobalResponse(policy=current.policy, version=current.version, set_time=since)
 
 
 async def _store(upload: Upload, manager: RequestManager) -> steering_service_pb2.PutVectorResponse:
@@ -161,27 +161,18 @@ async def _store(upload: Upload, manager: RequestManager) -> steering_service_pb
     )
 
 
-def _detached(sites: types_pb2.SiteSet) -> types_pb2.SiteSet:
-    """A copy, because a reference to a part of a message keeps the whole message in memory."""
-    copy = types_pb2.SiteSet()
-    copy.CopyFrom(sites)
-    return copy
-
-
 def _info(entry: Entry) -> steering_service_pb2.VectorInfo:
-    info = _pb.VectorInfo(
+    label = entry.label
+    return _pb.VectorInfo(
         digest=entry.vector.digest,
         name=entry.name,
         dtype=entry.vector.kind.wire,
         shape=[entry.vector.rows, entry.vector.width],
         store_time=_timestamp(entry.store_time),
         request_count=entry.users,
+        description="" if label is None else label.description,
+        sites=None if label is None else label.sites,
     )
-    if entry.label is not None:
-        info.description = entry.label.description
-        if entry.label.sites is not None:
-            info.sites.CopyFrom(entry.label.sites)
-    return info
 
 
 def _check_digest(digest: bytes, path: str) -> None:

@@ -81,10 +81,9 @@ class Form:
             crc32c=google_crc32c.value(payload),
         )
         if projects or self.encoding == tensor_pb2.ENCODING_TOPK8:
-            said = tensor_pb2.Quantization(kept=self.kept, width=width)
+            sent.quantization.kept, sent.quantization.width = self.kept, width
             if projects:
-                said.seed = self.seed
-            sent.quantization.CopyFrom(said)
+                sent.quantization.seed = self.seed
         return sent
 
     def row_bytes(self, width: int, kind: FloatType) -> int:

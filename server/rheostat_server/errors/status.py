@@ -1,5 +1,6 @@
 """From an error to the google.rpc.Status in a call's trailing metadata."""
 
+from copy import deepcopy
 from functools import lru_cache
 from itertools import islice
 
@@ -48,9 +49,7 @@ def to_status(error: RheostatError) -> status_pb2.Status:
         resource,
         error.retry_after,
     )
-    status = status_pb2.Status()
-    status.CopyFrom(cached)  # the caller may change it
-    return status
+    return deepcopy(cached)  # the caller may change it
 
 
 @lru_cache(maxsize=64)
