@@ -15,7 +15,6 @@ from rheostat_server.errors import MissingField, NotSupported
 from rheostat_server.limits import PROJECTIONS
 from rheostat_server.steering.readouts import check_norm, read_numbers, resolve_product
 from rheostat_server.steering.vector_lookup import find_vector, rows_by_layer
-from rheostat_server.tensors import widen
 from rheostat_server.validation import field_path
 from rheostat_server.vectors.store import Vector, VectorView
 from rheostat_wire.dtypes import FloatArray
@@ -71,11 +70,8 @@ _PRODUCT = Readout(Normalise.NONE)
 
 @lru_cache(maxsize=_MATRICES)
 def _matrix(projection: Projection, layer: int) -> FloatArray:  # [D, W]
-    rows = []
-    for vector, row in zip(projection.vectors, projection.rows[layer], strict=True):
-        size = vector.width * vector.kind.itemsize
-        rows.append(widen(vector.data[row * size : (row + 1) * size], vector.kind))
-    return np.stack(rows)
+    rows = zip(projection.vectors, projection.rows[layer], strict=True)
+    return np.stack([vector.row(row) for vector, row in rows])
 
 
 def resolve_projection(

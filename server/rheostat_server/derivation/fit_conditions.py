@@ -34,8 +34,8 @@ from rheostat_server.requests.manager import RequestManager
 from rheostat_server.selectors.sites import refuse_double_names, to_wire
 from rheostat_server.steering.vector_lookup import FoundVector, find_vector, rows_by_layer
 from rheostat_server.tasks.offload import offload
-from rheostat_server.tensors import FloatType, widen
-from rheostat_server.vectors.store import Vector, make_vector
+from rheostat_server.tensors import FloatType
+from rheostat_server.vectors.store import make_vector
 from rheostat_server.vectors.token_directions import with_directions
 from rheostat_server.vectors.upload import check_label
 from rheostat_wire.dtypes import FloatArray
@@ -110,7 +110,7 @@ class _CheckedRequest:
 
     def given_at(self, site: Site) -> tuple[FloatArray, ...]:
         """The rows of the given vectors at a site, [width] each."""
-        return tuple(_row(given.found.vector, given.rows[site.layer]) for given in self.given)
+        return tuple(given.found.vector.row(given.rows[site.layer]) for given in self.given)
 
 
 class _PromptRows(Rows):
@@ -292,11 +292,6 @@ def _given(
             if found.vector.peaks[row] == 0:
                 raise ZeroVector(f"row {row} is zero and has no direction", field=found.path)
     return given
-
-
-def _row(vector: Vector, row: int) -> FloatArray:
-    size = vector.width * vector.kind.itemsize
-    return widen(vector.data[row * size : (row + 1) * size], vector.kind)
 
 
 def _fits_at(p: PooledRows, n: PooledRows, checked: _CheckedRequest, site: Site) -> list[Fit]:

@@ -28,7 +28,6 @@ from rheostat_server.requests.manager import RequestManager
 from rheostat_server.selectors.sites import resolve_sites, to_wire
 from rheostat_server.steering.readouts import read_numbers, resolve_product
 from rheostat_server.steering.vector_lookup import find_vector, rows_by_layer
-from rheostat_server.tensors import widen
 from rheostat_server.validation import field_path
 from rheostat_server.vectors.token_directions import with_directions
 from rheostat_wire.dtypes import FloatArray
@@ -243,9 +242,7 @@ def _direction(
     ref = readout.vector if readout.HasField("vector") else None
     found = find_vector(ref, manager.store.view(), manager.sites, field)
     row, vector = rows_by_layer(found, [layer])[layer], found.vector
-    size = vector.width * vector.kind.itemsize
-    data = vector.data[row * size : (row + 1) * size]
-    direction: Numbers = widen(data, vector.kind).astype(np.float64)
+    direction: Numbers = vector.row(row).astype(np.float64)
     if settings.normalise is not Normalise.NONE:
         norm = float(np.linalg.norm(direction))
         if not norm:

@@ -30,6 +30,7 @@ from rheostat_server.tensors import FloatType, widen
 from rheostat_server.vectors.listing import FIRST, Key, Listing
 from rheostat_server.vectors.token_directions import TokenDirections
 from rheostat_wire.digests import vector_digest
+from rheostat_wire.dtypes import FloatArray
 from rheostat_wire.v1 import types_pb2, vector_pb2
 
 _NAME_BYTES = 512
@@ -67,6 +68,11 @@ class Vector:
     def float32_bytes(self) -> bytes:
         """The elements as float32, widened exactly."""
         return widen(self.data, self.kind).tobytes()
+
+    def row(self, index: int) -> FloatArray:
+        """A row as float32, widened exactly: [width]."""
+        size = self.width * self.kind.itemsize
+        return widen(self.data[index * size : (index + 1) * size], self.kind)
 
 
 def vector_rows(shape: Sequence[int], width: int, path: str) -> int:
