@@ -94,10 +94,6 @@ class RowBatch:
         """Positions whose rows are in memory, including dropped ones."""
         byte_counter.add(data.nbytes, self.rows, 1)
 
-    def __len__(self) -> int:
-        """Positions that still wait."""
-        return self.count
-
     @property
     def positions(self) -> Positions:
         """Positions that still wait, ascending."""

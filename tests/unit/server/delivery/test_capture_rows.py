@@ -74,7 +74,7 @@ def both(*positions: int) -> Rows:
 def test_rows_of_several_sites_come_together_and_each_once() -> None:
     waiting = rows_of(spec(POST0, POST1))
     waiting.add(rows(POST1, 0, 1))
-    assert sorted(len(batch) for batch in waiting.add(both(0, 1, 2))) == [1, 3]
+    assert sorted(batch.count for batch in waiting.add(both(0, 1, 2))) == [1, 3]
     assert waiting.add(both(1, 2)) == []
     (block,) = waiting.ready(TOKENS, 3)
     assert block.positions.tolist() == [0, 1, 2]
