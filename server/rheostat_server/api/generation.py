@@ -44,21 +44,16 @@ class GenerationService(generation_service_pb2_grpc.GenerationServiceServicer):
         begun = False
         try:
             admitted = await admit(request, manager.admission)
-            if request.batches and admitted.signals is not None:
-                happenings = run(admitted, manager, direct=direct_messages(), join=_joined)
-                sent = joined_events(happenings, _joined, _CAPTURED)
-                async with aclosing(happenings), aclosing(sent) as responses:
-                    async for response in responses:
-                        begun = True
-                        yield response
-                return
-            async with aclosing(run(admitted, manager, direct=direct_messages())) as happenings:
-                async for happening in happenings:
+            join = _joined if request.batches and admitted.signals is not None else None
+            happenings = run(admitted, manager, direct=direct_messages(), join=join)
+            sent = happenings if join is None else joined_events(happenings, join, _CAPTURED)
+            async with aclosing(happenings), aclosing(sent) as responses:
+                async for response in responses:
                     begun = True
-                    if isinstance(happening, CapturedRows):
-                        yield happening.as_field(_CAPTURED)
-                    elif isinstance(happening, Response):  # a request has no notices
-                        yield happening
+                    if isinstance(response, CapturedRows):
+                        yield response.as_field(_CAPTURED)
+                    elif isinstance(response, (Response, MessageParts)):  # there are no notices
+                        yield response
         except RheostatError:
             manager.counts.refused += not begun
             raise
