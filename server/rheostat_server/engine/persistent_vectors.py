@@ -11,7 +11,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from functools import wraps
+from functools import partial, wraps
 from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from rheostat_server.errors import (
@@ -76,7 +76,7 @@ def _completed(change: Change[P, T]) -> Change[P, T]:
 
     @wraps(change)
     async def complete(store: "PersistentVectorStore", /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await asyncio.shield(store.begin(change(store, *args, **kwargs)))
+        return await asyncio.shield(store.begin(partial(change, store, *args, **kwargs)))
 
     return complete
 
@@ -126,7 +126,7 @@ class PersistentVectorStore:
         evicted = len(vectors) - len(self._store)
         if evicted:
             _LOG.warning("%d vectors without a name do not fit any more and are deleted", evicted)
-            self.begin(self._sweep(files))
+            self.begin(partial(self._sweep, files))
         _LOG.info(
             "%d vectors and %d names were read from %s", len(self._store), len(names), files.folder
         )
@@ -206,7 +206,7 @@ class PersistentVectorStore:
 
     def _on_evict(self, digest: bytes) -> None:
         if self._files is not None and digest in self._saved:
-            self.begin(self._sweep(self._files))
+            self.begin(partial(self._sweep, self._files))
 
     async def _sweep(self, files: VectorFiles) -> None:
         for digest in [digest for digest in self._saved if digest not in self._store]:
@@ -216,16 +216,16 @@ class PersistentVectorStore:
             except OSError as error:
                 _LOG.warning("the evicted vector %s stays on disk: %s", digest.hex(), error)
 
-    def begin(self, change: Coroutine[None, None, T]) -> asyncio.Task[T]:
+    def begin(self, change: Callable[[], Coroutine[None, None, T]]) -> asyncio.Task[T]:
         """Runs a change in a task, once no other runs."""
         task = asyncio.create_task(self._in_turn(change))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _in_turn(self, change: Coroutine[None, None, T]) -> T:
+    async def _in_turn(self, change: Callable[[], Coroutine[None, None, T]]) -> T:
         async with self._turn:
-            return await change
+            return await change()
 
 
 async def _on_disk(work: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:

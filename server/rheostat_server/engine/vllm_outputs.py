@@ -198,7 +198,7 @@ def _delta(job: Job, output: Output, text_of: TextOf) -> Delta:
         token_ids=token_ids,
         text=output.text,
         logprobs=readings,
-        prompt_logprobs=_prompt_readings(job, output, text_of),
+        prompt_logprobs=_prompt_readings(job, output, text_of) if output.prompt_logprobs else None,
         cached_tokens=output.cached_tokens,
         ending=ending,
         stop=output.stop_reason,

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from rheostat_engine import request_template
 from rheostat_server.engine.backend import Job
@@ -13,6 +13,7 @@ from rheostat_server.engine.sampling import SamplingSettings
 if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
+    from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.exceptions import EngineDeadError
 
     from rheostat_engine import RequestTemplate
@@ -59,10 +60,8 @@ class RequestTemplates:
 
 def _sampling_params(settings: SamplingSettings, first: bool, detokenize: bool) -> "SamplingParams":
     """The parameters of a sample, without its plan."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return SamplingParams(
+    vllm = _vllm_names()
+    return vllm.SamplingParams(
         n=1,
         temperature=settings.temperature,
         top_p=settings.top_p,
@@ -81,7 +80,7 @@ def _sampling_params(settings: SamplingSettings, first: bool, detokenize: bool) 
         ignore_eos=settings.ignore_eos,
         allowed_token_ids=None if settings.only_token is None else [settings.only_token],
         detokenize=detokenize,
-        output_kind=RequestOutputKind.DELTA,
+        output_kind=vllm.RequestOutputKind.DELTA,
         flat_logprobs=settings.prompt_logprobs is not None,
         skip_clone=True,
     )
@@ -94,12 +93,24 @@ def lora_request(lora: Lora) -> "LoRARequest":
     return LoRARequest(lora.name, lora.number, lora.path)
 
 
-@cache
 def engine_dead_error() -> "type[EngineDeadError]":
-    """The class of the error that vLLM raises if the engine has died.
+    """The class of the error that vLLM raises if the engine has died."""
+    return _vllm_names().EngineDeadError
 
-    Cached, because each request needs it, and importing a name from vLLM is a slow look-up.
-    """
+
+class _VllmNames(NamedTuple):
+    """The classes of vLLM that each request needs."""
+
+    SamplingParams: "type[SamplingParams]"
+    RequestOutputKind: "type[RequestOutputKind]"
+    EngineDeadError: "type[EngineDeadError]"
+
+
+@cache
+def _vllm_names() -> _VllmNames:
+    """Imports these classes once, because importing a name from vLLM is a slow look-up."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.exceptions import EngineDeadError
 
-    return EngineDeadError
+    return _VllmNames(SamplingParams, RequestOutputKind, EngineDeadError)

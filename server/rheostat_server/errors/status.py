@@ -1,6 +1,5 @@
 """From an error to the google.rpc.Status in a call's trailing metadata."""
 
-from copy import deepcopy
 from functools import lru_cache
 from itertools import islice
 
@@ -49,7 +48,9 @@ def to_status(error: RheostatError) -> status_pb2.Status:
         resource,
         error.retry_after,
     )
-    return deepcopy(cached)  # the caller may change it
+    status = status_pb2.Status()
+    status.CopyFrom(cached)  # the caller may change it
+    return status
 
 
 @lru_cache(maxsize=64)

@@ -108,6 +108,8 @@ class Sample:
 
     def take(self, delta: Delta) -> list[Response]:
         """The messages of a delta."""
+        if delta.prompt_logprobs is None and delta.ending is None:  # most deltas
+            return [self.message(delta)] if delta.token_ids or delta.text else []
         responses = []
         if delta.prompt_logprobs is not None:
             reading = generation_pb2.PromptLogprobs(

@@ -232,10 +232,9 @@ def check_sums(interventions: Sequence[Intervention], kind: FloatType) -> None:
                 peak = abs(op.scale) * vector.peaks[row] * intervention.largest_gain
                 addend = _Addend(number, intervention, site, peak)
                 adding.setdefault(site.index, []).append(addend)
+    largest = kind.largest
     excesses = [
-        _excess(addends, kind.largest)
-        for addends in adding.values()
-        if not _sum(addends) < kind.largest
+        _excess(addends, largest) for addends in adding.values() if not _sum(addends) < largest
     ]
     if not any(excesses):
         return

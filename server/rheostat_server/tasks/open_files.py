@@ -41,13 +41,14 @@ def lock_file(
         path: the file.
         mode: its permissions if it is made.
         resources: closes and unlocks it.
-        folder: the descriptor of the folder that a relative path is in; None: the current folder.
+        folder: the descriptor of the folder that a relative path is in, which clients may name:
+            there a symbolic link is refused. None: the current folder.
 
     Raises:
         BlockingIOError: another process has locked it.
         OSError: it cannot be opened.
     """
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (0 if folder is None else os.O_NOFOLLOW)
     descriptor = os.open(path, flags, mode, dir_fd=folder)
     resources.callback(os.close, descriptor)
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

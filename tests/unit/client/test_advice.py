@@ -3,6 +3,7 @@
 import logging
 import operator
 
+import numpy as np
 import pytest
 
 import rheostat
@@ -189,6 +190,11 @@ def test_an_option_of_the_wrong_type_is_answered_with_what_it_takes(client, serv
         ((0.5, 3), "interventions is a list of their indices, such as [0, 2], not 3"),
         ((0.5, "0"), "interventions is a list of their indices, such as [0, 2], not '0'"),
         ((0.5, [-1]), "an intervention's index is 0 to 4294967295, not -1"),
+        (
+            (0.5, np.array(1)),
+            "the request cannot be encoded, because a value has the wrong type: "
+            "iteration over a 0-d array",
+        ),
     ],
 )
 def test_a_gain_of_the_wrong_type_is_answered_with_what_it_takes(arguments, said):

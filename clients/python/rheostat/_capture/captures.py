@@ -290,7 +290,7 @@ def _wrong_type(path: str, given: object) -> InvalidRequest:
 
 
 def one_of(values: Mapping[Word, Value], word: Word, path: str) -> Value:
-    """The enum's value that a word means. The last part of ``path`` names the argument."""
+    """As `_fields.word`, but errors have the reason REASON_INVALID_VALUE."""
     if not isinstance(word, str) or word not in values:
         words = ", ".join(map(repr, values))
         raise invalid(path, f"{path.rpartition('.')[2]} is one of {words}, not {word!r}")

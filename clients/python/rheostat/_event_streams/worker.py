@@ -40,10 +40,7 @@ class StreamBase(Generic[M, E]):
 
     @property
     def id(self) -> str:
-        """Its id. Raises Refused before it is open.
-
-        Captures with the id of a subscription as ``to=`` send their rows there.
-        """
+        """Its id. Raises Refused before it is open."""
         if not self._state.id:
             raise Refused(f"the {self._state.kind} is not open yet: enter it with async with")
         return self._state.id

@@ -83,4 +83,4 @@ def load_run(path: Path) -> StoredRun:
 
 def _site(name: str) -> Site:
     point, _, layer = name.rpartition(".")
-    return Site(point_of(point), int(layer))
+    return Site(point_of(point), whole_number(int(layer), name, "a layer"))

@@ -222,6 +222,7 @@ def indices_of(given: object, path: str, what: str) -> list[int]:
     return [whole_number(index, at, what) for index, at in with_paths(given, path)]
 
 
+@builds_message
 def gain_to_wire(factor: float, interventions: Iterable[int]) -> gain_pb2.Gain:
     """The message that multiplies interventions by ``factor``; all of them if none is listed."""
     indices = indices_of(interventions, "gain.interventions", "an intervention's index")

@@ -198,7 +198,7 @@ class SweepResult:
         axes.set_xticks(range(columns), self.labels, rotation=45, ha="right")
         axes.set_yticks(range(rows), self.site_labels)
         axes.set_xlabel(caption)
-        axes.set_ylabel("site" if len(self._points) > 1 else f"layer of {self.sites[0].point}")
+        axes.set_ylabel(f"layer of {self._points[0]}" if len(self._points) == 1 else "site")
         figure.colorbar(image, ax=axes).set_label(self.grades[number])
         if path is not None:
             figure.savefig(path, dpi=_DOTS_PER_INCH)

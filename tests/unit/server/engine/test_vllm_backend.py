@@ -65,7 +65,10 @@ class Engine:
 async def test_an_answer_is_passed_on() -> None:
     llm = Engine()
     llm.answer.set()
-    assert await answered(llm, llm.collective_rpc("count")) == [1, 2]
+    backend = object.__new__(VllmBackend)
+    backend._loaded = SimpleNamespace(llm=llm)
+    assert await backend._call("count", 3) == [1, 2]
+    assert llm.asked == [("count", (3,))]
 
 
 async def test_a_slow_answer_is_waited_for(monkeypatch) -> None:

@@ -11,7 +11,7 @@ from rheostat_engine import Dropped, SignalRows
 from rheostat_server.admission.admit import admit
 from rheostat_server.engine.backend import Job
 from rheostat_server.requests import policy_audit
-from rheostat_server.runs.store import RunDraft
+from rheostat_server.runs.store import Run, RunDraft
 from rheostat_server.sweeps import sources
 from rheostat_wire.v1 import (
     gain_pb2,
@@ -357,7 +357,7 @@ async def test_a_run_without_all_its_rows_is_never_seen_by_another_client(
     runs = running.manager.runs
     keep = runs.keep
 
-    def keep_and_delete(draft: RunDraft) -> bool:
+    def keep_and_delete(draft: RunDraft) -> Run | None:
         kept = keep(draft)
         runs.delete(draft.id, "")  # as another client does at once
         return kept
