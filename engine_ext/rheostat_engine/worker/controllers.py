@@ -37,13 +37,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rheostat_engine.plan.controllers import Controller, ControllerStep
+from rheostat_engine.plan.controllers import MAX_CONTROLLED, Controller, ControllerStep
 from rheostat_engine.plan.gains import LARGEST_GAIN
 from rheostat_engine.plan.plan import ReceivedControl
 from rheostat_engine.worker.state.buffers import GateBuffers
 from rheostat_engine.worker.state.device_table import HostCopy, to_device
 from rheostat_engine.worker.state.position_functions import Int64
-from rheostat_engine.worker.steering.gain_states import GainStates
 
 _LOG = logging.getLogger(__name__)
 
@@ -69,7 +68,7 @@ _FEWEST = 16
 """Requests for which memory is allocated initially."""
 
 _LAST_GAINS = 32
-"""The last positions of a sample whose gains are reported at its end, because rows are computed
+"""The last decisions about a sample that are reported at its end, for the rows that are computed
 beyond its last token. If the server ends a sample, up to 16 tokens still wait for later ones (see
 `adapters.outputs`), and the engine runs a few steps more."""
 
@@ -211,7 +210,7 @@ class StepControllers:
         gates: GateBuffers,
         hosts: Mapping[str, ControllerHost] | None,
         share: Share,
-        gains: GainStates,
+        gains_of: Callable[[Int64, int], Floats],
     ) -> None:
         """No sample is controlled.
 
@@ -219,14 +218,14 @@ class StepControllers:
             gates: the forward pass writes readings there.
             hosts: the controllers by name; None on a rank that does not report.
             share: sends a decision to the other ranks.
-            gains: the gains of all samples.
+            gains_of: the present gains of some states, and how many of each are returned.
         """
         self.disabled: dict[str, str] = {}
         """The reason by name of a disabled controller. Only the rank that reports knows it."""
         self._gates = gates
         self._hosts = hosts
         self._share = share
-        self._gains = gains
+        self._gains_of = gains_of
         self._names: list[str] = []
         """Of the controllers that have had a sample; alike on every rank."""
         self._controls: dict[int, ReceivedControl] = {}
@@ -245,6 +244,10 @@ class StepControllers:
         self._columns: Int64 = np.zeros((_FEWEST, 2), np.int64)
         self._counts: Int64 = np.zeros(_FEWEST, np.int64)
         self._states: Int64 = np.zeros(_FEWEST, np.int64)
+        self._decisions: Int64 = np.zeros(_FEWEST, np.int64)
+        """How many decisions there were. The last are kept, each at its number's remainder."""
+        self._last_firsts: Int64 = np.zeros((_FEWEST, _LAST_GAINS), np.int64)
+        self._last_gains: Floats = np.ones((_FEWEST, _LAST_GAINS, MAX_CONTROLLED), np.float32)
 
     def __len__(self) -> int:
         """Number of controlled samples."""
@@ -276,6 +279,7 @@ class StepControllers:
         self._columns[request] = control.columns
         self._counts[request] = control.gains
         self._states[request] = state
+        self._decisions[request] = 0
 
     def remove(self, request: int, end: int) -> tuple[tuple[int, tuple[float, ...]], ...]:
         """Ends the control of a sample that has ended, if it was controlled.
@@ -285,7 +289,7 @@ class StepControllers:
             end: one past the last position that was computed.
 
         Returns:
-            (position, gains) for the last positions about which the controller decided.
+            (first position, gains) of the last decisions that acted.
         """
         control = self._controls.pop(request, None)
         if control is None:
@@ -293,15 +297,14 @@ class StepControllers:
         seen = self._next[request] >= control.first
         if seen and control.name not in self.disabled:
             self._ended.setdefault(control.name, []).append(int(self._samples[request]))
-        # A disabled controller did not decide about the position after the last that it read.
-        decided = int(self._next[request] + (self._controllers[request] >= 0))
         self._controllers[request] = -1
         self._samples[request] = 0
-        positions = np.arange(max(control.first, end - _LAST_GAINS), min(end, decided))
-        if not len(positions):
-            return ()
-        gains = self._gains.at(int(self._states[request]), positions)
-        return tuple(zip(positions.tolist(), map(tuple, gains.tolist()), strict=True))
+        count = int(self._decisions[request])
+        slots = np.arange(max(0, count - _LAST_GAINS), count) % _LAST_GAINS
+        firsts = self._last_firsts[request, slots].tolist()
+        gains = self._last_gains[request, slots, : control.gains].tolist()
+        decisions = zip(firsts, map(tuple, gains), strict=True)
+        return tuple([decision for decision in decisions if decision[0] < end])
 
     def begin(self, numbers: Int64, computed: Int64, scheduled: Int64) -> bool:
         """Prepares a step; returns whether a controller decides after it.
@@ -360,14 +363,21 @@ class StepControllers:
                 disabled.append(self._disable(controller, reason))
                 continue
             (running,) = np.nonzero(self._running(ours))
-            ours = ours.at(running)
-            decisions.append(Decision(ours.states, ours.positions + 1, gains[running]))
+            decisions.append(self._decision(ours.at(running), gains[running]))
         return decisions, disabled
 
     def _running(self, ours: _Samples) -> npt.NDArray[np.bool_]:
         """Which samples have not ended since their step."""
         running: npt.NDArray[np.bool_] = self._samples[ours.requests] == ours.samples
         return running
+
+    def _decision(self, ours: _Samples, gains: Floats) -> Decision:
+        firsts = ours.positions + 1
+        slots = self._decisions[ours.requests] % _LAST_GAINS
+        self._decisions[ours.requests] += 1
+        self._last_firsts[ours.requests, slots] = firsts
+        self._last_gains[ours.requests, slots, : gains.shape[1]] = gains
+        return Decision(ours.states, firsts, gains)
 
     def _decided(self, ours: _Samples, read: Floats | None) -> tuple[Floats | None, str]:
         """Gains of one controller; None and the reason if it must be disabled."""
@@ -392,7 +402,7 @@ class StepControllers:
         counts = ours.columns[:, 1:] - firsts
         lanes = np.arange(counts.max())
         values = np.take_along_axis(read, np.minimum(firsts + lanes, read.shape[1] - 1), axis=1)
-        gains = self._gains.values(ours.states, width)
+        gains = self._gains_of(ours.states, width)
         return ControllerStep(
             samples=ours.samples,
             positions=ours.positions,
@@ -423,6 +433,9 @@ class StepControllers:
         self._columns = np.pad(self._columns, ((0, more), (0, 0)))
         self._counts = np.pad(self._counts, (0, more))
         self._states = np.pad(self._states, (0, more))
+        self._decisions = np.pad(self._decisions, (0, more))
+        self._last_firsts = np.pad(self._last_firsts, ((0, more), (0, 0)))
+        self._last_gains = np.pad(self._last_gains, ((0, more), (0, 0), (0, 0)))
 
 
 def _checked(result: object, step: ControllerStep, counts: Int64) -> Floats:

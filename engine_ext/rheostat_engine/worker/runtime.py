@@ -134,7 +134,7 @@ class SiteRuntime:
         self._signals = StepSignals(buffers.gates, row_sender, rank)
         self.decisions = GateDecisions(buffers.gates)
         hosts = (controllers or {}) if row_sender is not None else None
-        self.controllers = StepControllers(buffers.gates, hosts, share, steering.gains)
+        self.controllers = StepControllers(buffers.gates, hosts, share, steering.gains.values)
         self._controlled: dict[int, str] = {}
         """The names of the requests with a controller, by number."""
         self._tokens = TokensOfSteps()

@@ -181,10 +181,6 @@ class GainStates:
         values: Floats = self._values[states, :count]
         return values
 
-    def at(self, state: int, positions: Int64) -> Floats:
-        """The gains of a sample at some positions, [n, gains]; `positions`, [n], ascend."""
-        return self._changes[state].at(positions, int(self._counts[state]))
-
     def choose(
         self, states: Int64, positions: Int64, functions: Int64, bases: tuple[Int64, Int64]
     ) -> GainedTokens | None:
@@ -204,8 +200,8 @@ class GainStates:
         early = np.flatnonzero(at < self._first[own])
         for state in np.unique(own[early]).tolist():
             tokens = early[own[early] == state]
-            then = self.at(state, at[tokens])
-            values[tokens, : then.shape[1]] = then
+            count = int(self._counts[state])
+            values[tokens, :count] = self._changes[state].at(at[tokens], count)
         other = (values != 1).any(axis=1)
         if not other.any():
             return None

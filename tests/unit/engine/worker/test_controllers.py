@@ -182,22 +182,6 @@ def test_a_wrong_controller_is_disabled_and_its_neighbour_goes_on(name: str) -> 
     assert (stats["right"][-1], stats["right"][0]) == ("", 5)
 
 
-def test_gains_are_reported_only_for_positions_that_were_decided() -> None:
-    def fails_later(step: ControllerStep) -> object:
-        return by_position(step) if step.positions.max() <= PROMPT else raises(step)
-
-    worker = worker_with(one=Plugin(fails_later))
-    worker.add_request("v", plan("v"))
-    worker.add_request("w", plan("w"))
-    run(worker, "v")
-    worker.add_request("late", plan("late"))
-    run(worker, "late")
-    worker.finish("v", "w", "late")
-    reported = [e.gains for e in worker.row_sender.events if isinstance(e, Released)]
-    decided = ((PROMPT, (0.75,)), (PROMPT + 1, (1.0,)))
-    assert reported == [decided, (), ()]
-
-
 def test_a_request_of_a_disabled_controller_is_told_at_once() -> None:
     worker = worker_with(wrong=Plugin(raises))
     worker.add_request("v", plan("v", "wrong"))
