@@ -101,7 +101,11 @@ class CapacityLedger:
     def additional_needs(self, plan: Plan) -> Counter[str]:
         """The amount of each resource that a plan's steering would add to `used`."""
         amounts: Counter[str] = Counter()
-        for part in plan.needs[:-1]:  # the last are those of its captures
+        acts = plan.packed_acts
+        parts = [acts.needs, acts.gate_needs, plan.packed_outside.needs]
+        if plan.control is not None:
+            parts.append(plan.control.acts.needs)
+        for part in parts:
             amounts.update(self._shared.added_by(part))
         amounts["ruled_intervals"] = plan.packed_acts.ruled
         amounts["gate_states"] = plan.packed_acts.gate_states

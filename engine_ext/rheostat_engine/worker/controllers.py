@@ -258,14 +258,13 @@ class StepControllers:
         hosts = self._hosts or {}
         return {name: (*host.stats(), self.disabled.get(name, "")) for name, host in hosts.items()}
 
-    def add(self, request: int, control: ReceivedControl, state: int) -> None:
-        """Puts a new sample under control; `state` is that of its gains.
-
-        Raises:
-            ValueError: the worker has no such controller.
-        """
+    def check(self, control: ReceivedControl) -> None:
+        """Raises ValueError if the worker has no such controller."""
         if self._hosts is not None and control.name not in self._hosts:
             raise ValueError(f"there is no controller {control.name!r}")
+
+    def add(self, request: int, control: ReceivedControl, state: int) -> None:
+        """Puts a new sample under control; `state` is that of its gains."""
         while request >= len(self._controllers):
             self._grow()
         if control.name not in self._names:
@@ -419,9 +418,11 @@ class StepControllers:
             _LOG.error("the controller %s is disabled: %s", name, reason)
         (numbers,) = np.nonzero(self._controllers == controller)
         self._controllers[numbers] = -1
+        last = (self._decisions[numbers] - 1) % _LAST_GAINS
+        decided = np.where(self._decisions[numbers], self._last_firsts[numbers, last] + 1, 0)
         firsts = {
-            number: max(int(self._next[number]), self._controls[number].first)
-            for number in numbers.tolist()
+            number: max(end, self._controls[number].first)
+            for number, end in zip(numbers.tolist(), decided.tolist(), strict=True)
         }
         return Disabled(name, reason, firsts)
 

@@ -473,10 +473,12 @@ class SiteRuntime:
             captures = read_plan(update.wire).captures
             if self.captures is not None:
                 before, span = self.captures.sets.built, self._progress.span(request.number)
-                self.captures.put(
-                    request.number, captures, request.captures, first=first, computed=span
-                )
-                cost += self.captures.sets.built - before
+                try:
+                    self.captures.put(
+                        request.number, captures, request.captures, first=first, computed=span
+                    )
+                finally:
+                    cost += self.captures.sets.built - before
         except ValueError as error:
             problem = str(error)
         attached = Attached(request.name, update.number, first, problem)
@@ -509,6 +511,7 @@ class SiteRuntime:
                     number, plan.acts, gates=plan.gates, measured=plan.measured
                 )
             if control is not None:
+                self.controllers.check(control)
                 steering = self.steering.make_gains(number, control.acts, steering)
                 self.controllers.add(number, control, steering.parts[-1].gain_state)
         except (BankError, ValueError):

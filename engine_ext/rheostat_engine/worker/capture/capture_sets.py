@@ -105,7 +105,7 @@ class CaptureSets:
         """`present` are the slots of the sites in this rank's part of the model."""
         self.functions = Functions()
         self.built = 0
-        """The cost of all tables built since the start."""
+        """The cost of all tables that were parsed since the start."""
         self._site_sets = site_sets
         self._encodings = encodings
         self._site_slots = site_slots
@@ -134,6 +134,7 @@ class CaptureSets:
             self._site_sets.release(built.site_sets)
 
     def _build(self, digest: bytes, table: CaptureTable) -> CaptureSet:
+        self.built += table.plan_cost  # also if it is refused, because it was parsed
         if table.plan_cost > MAX_CAPTURE_COST:
             raise ValueError(f"captures are too fragmented: their cost is over {MAX_CAPTURE_COST}")
         slots = [self._site_slots.to_slots(capture.sites) for capture in table.captures]
@@ -155,5 +156,4 @@ class CaptureSets:
         if any(site_sets):
             values = np.array(site_sets, np.int32)[table.intervals.sets]
             function = self.functions.add(table.intervals.starts, values)
-        self.built += table.plan_cost
         return CaptureSet(digest, table, site_sets, function, sets > 0)

@@ -182,6 +182,42 @@ def test_a_wrong_controller_is_disabled_and_its_neighbour_goes_on(name: str) -> 
     assert (stats["right"][-1], stats["right"][0]) == ("", 5)
 
 
+def test_gains_are_reported_only_for_positions_that_were_decided() -> None:
+    def fails_later(step: ControllerStep) -> object:
+        return by_position(step) if step.positions.max() <= PROMPT else raises(step)
+
+    worker = worker_with(one=Plugin(fails_later))
+    worker.add_request("v", plan("v"))
+    worker.add_request("w", plan("w"))
+    run(worker, "v")
+    worker.add_request("late", plan("late"))
+    run(worker, "late")
+    worker.finish("v", "w", "late")
+    reported = [e.gains for e in worker.row_sender.events if isinstance(e, Released)]
+    decided = ((PROMPT, (0.75,)), (PROMPT + 1, (1.0,)))
+    assert reported == [decided, (), ()]
+
+
+def test_a_sample_that_was_not_in_the_failing_step_keeps_its_last_decision() -> None:
+    def fails_about_the_second(step: ControllerStep) -> object:
+        return raises(step) if step.positions.max() > PROMPT + 1 else by_position(step)
+
+    worker = worker_with(one=Plugin(fails_about_the_second))
+    for name in ("v", "w"):
+        worker.add_request(name, plan(name))
+    run(worker, "v", "w", end=PROMPT + 2)  # both decide about the next position
+    worker.step([("w", PROMPT + 2, 1)])
+    for position in range(PROMPT + 2, PROMPT + 40):
+        worker.step([("v", position, 1)])
+    worker.finish("v")
+    events = worker.row_sender.events
+    decided = [gain_at(worker, "v", position) for position in range(PROMPT, PROMPT + 3)]
+    (reported,) = [event.gains for event in events if isinstance(event, Released)]
+    assert reported == tuple((PROMPT + n, (pytest.approx(gain),)) for n, gain in enumerate(decided))
+    firsts = {e.request_id: e.first for e in events if isinstance(e, ControllerDisabled)}
+    assert firsts == {"v": PROMPT + 3, "w": PROMPT + 3}
+
+
 def test_a_request_of_a_disabled_controller_is_told_at_once() -> None:
     worker = worker_with(wrong=Plugin(raises))
     worker.add_request("v", plan("v", "wrong"))
