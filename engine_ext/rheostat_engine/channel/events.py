@@ -226,7 +226,7 @@ class _StepHead(msgspec.Struct, frozen=True):
 
     @property
     def without_rows(self) -> Self:
-        """The head that reports the rows or signals as lost."""
+        """The head with `lost` set, a field of all subclasses."""
         return msgspec.structs.replace(self, lost=True)
 
 
