@@ -76,8 +76,8 @@ and a token costs the same.
 
 _FRONT_END_CORES = 8
 """Without `--front-ends`, a server on a machine with fewer cores speaks gRPC itself. With this many
-or more it has one front end, which takes less CPU time for the same load than the server's main
-thread. So a second one makes no stream faster."""
+or more it has one front end, because the server's main thread is the first to be busy; see
+docs/front-ends.md."""
 
 _LAST_CALLS = 5.0
 """Seconds that calls have to finish after the engine has drained."""
@@ -108,7 +108,7 @@ class RunningServer:
         self._add_services()
         self._manager: RequestManager | None = None
         self._loaded = contextlib.AsyncExitStack()
-        """Ends what `load` has made, the newest first."""
+        """Closes the resources that `load` opened, in reverse order."""
 
     async def bind(self) -> None:
         """Listens. Health reports NOT_SERVING, and rpcs fail because the model is being loaded.

@@ -4,10 +4,10 @@
     python tests/gpu/check.py --out check.json --only points fp8
 
 Starts stock vLLM, ours, and ours eager on a small random model, on a real shape and on a small
-mixture of experts. Checks that an idle run gives what stock vLLM gives (`starts.py`), that steering
-changes what it should, that an idle request in a mixed batch is bit-identical to the idle run, that
-captured rows equal those of an eager run, and that captures may join requests which run already.
-With two GPUs a model is split over them (`split.py`).
+mixture of experts. Checks that at most a quarter of the idle requests differs from stock vLLM, and
+little (`starts.py`), that steering changes what it should, that an idle request in a mixed batch is
+bit-identical to the idle run, that captured rows equal those of an eager run, and that captures may
+join requests which run already. With two GPUs a model is split over them (`split.py`).
 
 | part | engine starts | what |
 |---|---|---|

@@ -219,7 +219,7 @@ def read_word(enum: EnumDescriptor, number: int, prefix: str) -> str:
     return f"unknown {number}" if value is None else value.name.removeprefix(prefix).lower()
 
 
-def equal_fields(kind: type, source: object) -> dict[str, Any]:
+def same_fields(kind: type, source: object) -> dict[str, Any]:
     """The numbers and texts of a message or object whose names are also fields of a dataclass."""
     values = ((field.name, getattr(source, field.name, None)) for field in fields(kind))
     return {name: value for name, value in values if isinstance(value, bool | int | float | str)}

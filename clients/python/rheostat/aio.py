@@ -17,7 +17,7 @@ from rheostat._capture.artifacts import Artifact, SinkInfo
 from rheostat._client import calls, lens_calls, run_calls
 from rheostat._client.aio_conditions import Conditions
 from rheostat._client.aio_steering import Steering
-from rheostat._client.aio_streams import Session, Stream, entries_of, result_of
+from rheostat._client.aio_streams import Session, Stream, list_all, run_download
 from rheostat._client.aio_vectors import Vectors
 from rheostat._client.requests import GenerateOptions, check_options, generate_request
 from rheostat._client.run_calls import CapturedRun, ExactEncoding, RowsBySite
@@ -205,7 +205,7 @@ class Engine:
             steering=steering,
             lora=lora,
         )
-        return await result_of(self._connection, call, timeout)
+        return await run_download(self._connection, call, timeout)
 
     async def attribute(
         self,
@@ -298,7 +298,7 @@ class Engine:
                 found.leave_out(request)
                 before = found.count
                 try:
-                    await result_of(self._connection, calls.sweep(request, found), timeout)
+                    await run_download(self._connection, calls.sweep(request, found), timeout)
                     break
                 except Unavailable:
                     failures = 1 if found.count > before else failures + 1
@@ -394,15 +394,15 @@ class Engine:
 
     async def sinks(self) -> list[SinkInfo]:
         """The server's sinks, by name."""
-        return await entries_of(self._connection, calls.sinks())
+        return await list_all(self._connection, calls.sinks())
 
     async def artifacts(self, request_id: str, *, sink_name: str = "") -> list[Artifact]:
         """The files that the sinks, or one sink, wrote for a request. Raises NotFound if none."""
-        return await entries_of(self._connection, calls.artifacts(request_id, sink_name))
+        return await list_all(self._connection, calls.artifacts(request_id, sink_name))
 
     async def runs(self) -> list[RunInfo]:
         """The runs that the server has stored, oldest first; `Capture(to=Run())` stores a run."""
-        return await entries_of(self._connection, run_calls.list_runs())
+        return await list_all(self._connection, run_calls.list_runs())
 
     async def run(self, run_id: str) -> RunInfo:
         """A stored run, without its rows. Raises NotFound if there is none."""
@@ -474,7 +474,7 @@ class Engine:
         call = run_calls.read_rows(
             run, points=points, layers=layers, positions=positions, encoding=encoding
         )
-        return await result_of(self._connection, call, self._connection.limit(timeout))
+        return await run_download(self._connection, call, self._connection.limit(timeout))
 
     async def put_run(
         self,

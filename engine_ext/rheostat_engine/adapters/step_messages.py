@@ -33,7 +33,10 @@ def share_tables(scheduler: Scheduler) -> None:
 def _share(
     params: SamplingParams, tables: dict[bytes, EncodedTable], gates: dict[bytes, bytes]
 ) -> None:
-    """Replaces a request's plan by the parsed plan with equal tables and gates of others."""
+    """Parses a request's plan, and replaces its tables and gates by equal ones of earlier requests.
+
+    So pickle writes each only once.
+    """
     extra = params.extra_args
     if not extra or EXTRA_ARG not in extra:
         return

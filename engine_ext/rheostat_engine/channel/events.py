@@ -220,13 +220,13 @@ class GainsHead(msgspec.Struct, frozen=True, tag="gains"):
 
 
 class _StepHead(msgspec.Struct, frozen=True):
-    """Head of the rows or signals of a step. They are lost if it says `lost`."""
+    """Base of `RowsHead` and `SignalsHead`. Each has `lost`: whether its payload is lost."""
 
     rank: int
 
     @property
-    def without_rows(self) -> Self:
-        """The head with `lost` set, a field of all subclasses."""
+    def as_lost(self) -> Self:
+        """The head of the same step when its payload is lost."""
         return msgspec.structs.replace(self, lost=True)
 
 

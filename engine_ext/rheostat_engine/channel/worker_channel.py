@@ -84,7 +84,7 @@ _BYTES_PER_THREAD = 1 << 20
 """Bytes per thread from which on threads pay off."""
 
 Payload = bytes | memoryview | npt.NDArray[np.uint8]
-"""The rows or signals of a frame. Events of rows keep an array; other memory is copied."""
+"""The rows or signals of a frame. `Rows` refer to an array; bytes and memoryviews are copied."""
 
 
 class EventMerger:
@@ -168,7 +168,7 @@ class EventMerger:
                 return self._count_lost(head)
         if isinstance(head, SignalsHead):
             with contextlib.suppress(LookupError, ValueError):
-                return [self._signals(head.without_rows)]
+                return [self._signals(head.as_lost)]
         if isinstance(head, ReleasedHead):
             nothing = Released(head.report.request_id, (), False, {}, 0, 0, (0, 0))
             return [Dropped(nothing)]
@@ -470,7 +470,7 @@ class WorkerChannel:
     def _rows_of(self, head: RowsHead | SignalsHead) -> list[Event]:
         """The events of a frame of rows or signals. Its range is freed even if it is malformed."""
         if head.staging_range is None:
-            return self._merger.feed(head.without_rows)
+            return self._merger.feed(head.as_lost)
         try:
             if head.rank not in self._areas:
                 raise StagingError(f"the staging area of worker {head.rank} was never attached")
@@ -483,4 +483,4 @@ class WorkerChannel:
             return self._merger.feed(head, copied)
         except (StagingError, MemoryError):
             _LOG.exception("captured rows or signals could not be read and are lost")
-            return self._merger.feed(head.without_rows)
+            return self._merger.feed(head.as_lost)

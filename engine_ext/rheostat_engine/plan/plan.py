@@ -444,7 +444,7 @@ class _RequestId(msgspec.Struct):
 
 
 class ReceivedPlan(_RequestId, omit_defaults=True, dict=True):
-    """A plan in a worker, and on its way there. Its tables and gates are still serialized."""
+    """A plan as the engine's core and workers receive it. Tables and gates are still serialized."""
 
     epoch: Natural = 0
     private_from: Natural | None = None
@@ -498,7 +498,7 @@ def read_plan(wire: object) -> ReceivedPlan:
     window = plan.window
     if window is not None and (plan.measured or not window.start < window.end):
         raise ValueError("this is no plan: its window is empty, or its acts are measured")
-    _ = plan.gates  # so that an error is raised here
+    _ = plan.gates  # malformed gates are refused here, not in a step
     return plan
 
 

@@ -46,7 +46,7 @@ def bind(buffers: Buffers) -> None:
 
 @contextmanager
 def recording(note: Callable[[int], None]) -> Iterator[None]:
-    """While a CUDA graph is captured in the `with` block, passes the site of each kernel on.
+    """Within the `with` block, calls `note` with the site of each kernel that is captured.
 
     Args:
         note: called with the site of the last kernel captured on the current CUDA stream.

@@ -1,4 +1,4 @@
-"""Copies a step's compact instructions to the device, and expands them there."""
+"""Copies a step's instructions to the device by token, and expands them there by site."""
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,7 @@ class Expander:
         self._last: Instructions | None = None
 
     def write(self, step: Instructions) -> None:
-        """Writes the buffers."""
+        """Expands a step's instructions into the buffers, and keeps them for `write_again`."""
         self._last = step
         self._expand(step)
 
@@ -60,9 +60,9 @@ class Expander:
         """Launches the copy to the device; returns the kernel's arguments.
 
         Args:
-            columns: [5, T]: this and the next two as in `Instructions`.
-            base: [B, sites].
-            first_row: the ring row at which the rows of the step begin.
+            columns: [5, T]; see `Instructions.packed`.
+            base: [B, sites]; see `Instructions.base`.
+            first_row: see `Instructions.first_row`.
             ids: [T or more] int32: input token ids.
         """
         ruled = bool(columns[2].any())

@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
 from rheostat_server import validation
-from rheostat_server.api.paging import fitting, from_token, number_of, page_size, to_token
+from rheostat_server.api.paging import fitting, from_token, page_size, parse_number, to_token
 from rheostat_server.api.readiness import Readiness
 from rheostat_server.api.rpc import Context
 from rheostat_server.errors import MissingField, WarmingUp
@@ -98,4 +98,4 @@ def _artifact_size(found: SinkArtifact) -> int:
 def _artifact_key(token: str) -> ArtifactKey:
     """The last artifact of the previous page."""
     sink, path, offset = from_token(token, 3)
-    return ArtifactKey(sink, path, number_of(offset))
+    return ArtifactKey(sink, path, parse_number(offset))

@@ -58,23 +58,23 @@ def from_token(token: str, parts: int) -> tuple[str, ...]:
     try:
         key = base64.b64decode(token, altchars=b"-_", validate=True).decode().split(_SEPARATOR)
     except (binascii.Error, ValueError) as error:
-        raise no_token() from error
+        raise invalid_token() from error
     if len(key) != parts:
-        raise no_token()
+        raise invalid_token()
     return tuple(key)
 
 
-def number_of(part: str) -> int:
+def parse_number(part: str) -> int:
     """The number in a part of a key.
 
     Raises:
-        InvalidValue: there is none.
+        InvalidValue: it is no number.
     """
     if not (part.isascii() and part.isdecimal()) or len(part) > _DIGITS:
-        raise no_token()
+        raise invalid_token()
     return int(part)
 
 
-def no_token() -> InvalidValue:
+def invalid_token() -> InvalidValue:
     """The error of a token that this server did not make."""
     return InvalidValue("is not a token that this server gave; start anew", field="page_token")

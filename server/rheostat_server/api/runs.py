@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from google.protobuf import timestamp_pb2
 
 from rheostat_server import validation
-from rheostat_server.api.paging import fitting, from_token, number_of, page_size, to_token
+from rheostat_server.api.paging import fitting, from_token, page_size, parse_number, to_token
 from rheostat_server.api.readiness import Readiness
 from rheostat_server.api.rpc import Context
 from rheostat_server.capture.encodings import Form
@@ -81,7 +81,7 @@ class RunService(run_service_pb2_grpc.RunServiceServicer):
         runs = self._readiness.manager().runs
         after = 0
         if request.page_token:
-            after = number_of(*from_token(request.page_token, 1))
+            after = parse_number(*from_token(request.page_token, 1))
         found, more = runs.page(after, page_size(request.page_size))
         page = fitting(found, _weight)
         answer = await offload(sum(map(_weight, page)), _listed, page)

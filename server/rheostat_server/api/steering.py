@@ -9,7 +9,7 @@ from google.protobuf import timestamp_pb2
 
 from rheostat_server import validation
 from rheostat_server.admission.global_steering import name_policy_field
-from rheostat_server.api.paging import from_token, no_token, page_size, to_token
+from rheostat_server.api.paging import from_token, invalid_token, page_size, to_token
 from rheostat_server.api.readiness import Readiness
 from rheostat_server.api.rpc import Context
 from rheostat_server.derivation.derive import derive_vectors
@@ -194,4 +194,4 @@ def _key(token: str) -> Key:
     try:
         return Key(name, bytes.fromhex(digest))
     except ValueError as error:
-        raise no_token() from error
+        raise invalid_token() from error

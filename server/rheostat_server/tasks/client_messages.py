@@ -17,11 +17,11 @@ class ClientMessages(Generic[Message]):
     def __init__(
         self, messages: AsyncGenerator[Message, None], keep: Callable[[], Callable[[], None]]
     ) -> None:
-        """None was read. `messages` reads them."""
+        """No message was read yet; `messages` yields them."""
         self._messages = messages
         self.keep = keep
-        """Keeps the memory of the latest message reserved until the result is called, once. The
-        memory of the first message is reserved until the call ends anyway."""
+        """Keeps the memory of the latest message reserved. Returns a function that releases it, to
+        be called once. The first message stays reserved until the call ends anyway."""
 
     def __aiter__(self) -> Self:
         return self

@@ -63,7 +63,7 @@ def interrupter() -> Callable[[RheostatError], None]:
 
 
 async def while_read(responses: AsyncGenerator[T, None], seconds: float) -> AsyncGenerator[T, None]:
-    """Yields responses. Ends the call with ResponseOverflow if one is not read for so long."""
+    """Yields responses. Ends the call with ResponseOverflow if one is not read within `seconds`."""
     interrupt, loop = interrupter(), asyncio.get_running_loop()
     async with aclosing(responses):
         async for response in responses:

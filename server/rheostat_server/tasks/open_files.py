@@ -1,4 +1,4 @@
-"""A cache of descriptors of files that are used repeatedly, with a limit; and locks of folders.
+"""A cache of descriptors of files that are used repeatedly, with a limit; and locked files.
 
 Why a limit: clients choose the number of files. A sink has two files for each tag, and each
 recording and each slow reader has a file. Without a limit, the tags of one client would take the
@@ -41,8 +41,8 @@ def lock_file(
         path: the file.
         mode: its permissions if it is made.
         resources: closes and unlocks it.
-        folder: the descriptor of the folder that a relative path is in, which clients may name:
-            there a symbolic link is refused. None: the current folder.
+        folder: descriptor of the folder of a relative `path`. With it a symbolic link is refused,
+            because clients may choose the path. None: the current folder.
 
     Raises:
         BlockingIOError: another process has locked it.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rheostat._client import condition_calls
-from rheostat._client.aio_streams import result_of
+from rheostat._client.aio_streams import run_download
 from rheostat._connection.aio_connection import Connection
 from rheostat._fields import checks_arguments
 from rheostat._points import LayersLike, PointsLike
@@ -108,7 +108,7 @@ class Conditions:
             lora=lora,
             progress=progress,
         )
-        return await result_of(self._connection, call, timeout)
+        return await run_download(self._connection, call, timeout)
 
     def __repr__(self) -> str:
         return f"Conditions({self._connection.target!r})"

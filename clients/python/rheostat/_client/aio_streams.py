@@ -66,17 +66,17 @@ class Reader(Generic[Answer, Step, Result]):
         return f"{type(self).__name__}({self._responses.target!r})"
 
 
-async def result_of(
+async def run_download(
     connection: Connection, call: DownloadCall[Answer, Step, Result], timeout: float | None
 ) -> Result:
-    """Carry out a call with many answers; its result. ``timeout`` None: no limit."""
+    """Run a call with many answers and return its result. ``timeout`` None: no limit."""
     responses = connection.download(call, timeout)
     async with Reader(responses, call.accumulator()) as reader:
         return await reader.result()
 
 
-async def entries_of(connection: Connection, call: PagedCall[Page, Item]) -> list[Item]:
-    """The entries of every page of a listing."""
+async def list_all(connection: Connection, call: PagedCall[Page, Item]) -> list[Item]:
+    """Fetch every page of a listing and return all entries."""
     entries: list[Item] = []
     token = ""
     while True:

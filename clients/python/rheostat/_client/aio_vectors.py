@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from rheostat._arrays import ArrayLike, Element
 from rheostat._client import vector_calls
-from rheostat._client.aio_streams import entries_of, result_of
+from rheostat._client.aio_streams import list_all, run_download
 from rheostat._connection.aio_connection import Connection
 from rheostat._fields import checks_arguments
 from rheostat._points import LayersLike, PointsLike
@@ -74,7 +74,7 @@ class Vectors:
     ) -> Vector:
         """Fetch a vector with its numbers (``vector.values``), by name or by digest."""
         call = vector_calls.get_vector(name, digest)
-        return await result_of(self._connection, call, self._connection.limit(timeout))
+        return await run_download(self._connection, call, self._connection.limit(timeout))
 
     @checks_arguments
     async def derive(
@@ -125,7 +125,7 @@ class Vectors:
             lora=lora,
             progress=progress,
         )
-        return await result_of(self._connection, call, timeout)
+        return await run_download(self._connection, call, timeout)
 
     @checks_arguments
     async def set_name(
@@ -161,7 +161,7 @@ class Vectors:
 
     async def list(self, prefix: str = "") -> list[VectorInfo]:
         """Stored vectors whose name begins with ``prefix``, by name; "" adds unnamed vectors."""
-        return await entries_of(self._connection, vector_calls.list_vectors(prefix))
+        return await list_all(self._connection, vector_calls.list_vectors(prefix))
 
     async def delete(self, name: str) -> str:
         """Delete a name and return its vector's digest. Running requests keep the vector."""

@@ -17,7 +17,7 @@ from rheostat._capture.artifacts import Artifact, SinkInfo
 from rheostat._client import calls, lens_calls, run_calls
 from rheostat._client.conditions import Conditions
 from rheostat._client.steering import Steering
-from rheostat._client.streams import Session, Stream, entries_of, result_of
+from rheostat._client.streams import Session, Stream, list_all, run_download
 from rheostat._client.vectors import Vectors
 from rheostat._client.requests import GenerateOptions, check_options, generate_request
 from rheostat._client.run_calls import CapturedRun, ExactEncoding, RowsBySite
@@ -205,7 +205,7 @@ class Engine:
             steering=steering,
             lora=lora,
         )
-        return result_of(self._connection, call, timeout)
+        return run_download(self._connection, call, timeout)
 
     def attribute(
         self,
@@ -298,7 +298,7 @@ class Engine:
                 found.leave_out(request)
                 before = found.count
                 try:
-                    result_of(self._connection, calls.sweep(request, found), timeout)
+                    run_download(self._connection, calls.sweep(request, found), timeout)
                     break
                 except Unavailable:
                     failures = 1 if found.count > before else failures + 1
@@ -394,15 +394,15 @@ class Engine:
 
     def sinks(self) -> list[SinkInfo]:
         """The server's sinks, by name."""
-        return entries_of(self._connection, calls.sinks())
+        return list_all(self._connection, calls.sinks())
 
     def artifacts(self, request_id: str, *, sink_name: str = "") -> list[Artifact]:
         """The files that the sinks, or one sink, wrote for a request. Raises NotFound if none."""
-        return entries_of(self._connection, calls.artifacts(request_id, sink_name))
+        return list_all(self._connection, calls.artifacts(request_id, sink_name))
 
     def runs(self) -> list[RunInfo]:
         """The runs that the server has stored, oldest first; `Capture(to=Run())` stores a run."""
-        return entries_of(self._connection, run_calls.list_runs())
+        return list_all(self._connection, run_calls.list_runs())
 
     def run(self, run_id: str) -> RunInfo:
         """A stored run, without its rows. Raises NotFound if there is none."""
@@ -474,7 +474,7 @@ class Engine:
         call = run_calls.read_rows(
             run, points=points, layers=layers, positions=positions, encoding=encoding
         )
-        return result_of(self._connection, call, self._connection.limit(timeout))
+        return run_download(self._connection, call, self._connection.limit(timeout))
 
     def put_run(
         self,

@@ -67,17 +67,17 @@ class Reader(Generic[Answer, Step, Result]):
         return f"{type(self).__name__}({self._responses.target!r})"
 
 
-def result_of(
+def run_download(
     connection: Connection, call: DownloadCall[Answer, Step, Result], timeout: float | None
 ) -> Result:
-    """Carry out a call with many answers; its result. ``timeout`` None: no limit."""
+    """Run a call with many answers and return its result. ``timeout`` None: no limit."""
     responses = connection.download(call, timeout)
     with Reader(responses, call.accumulator()) as reader:
         return reader.result()
 
 
-def entries_of(connection: Connection, call: PagedCall[Page, Item]) -> list[Item]:
-    """The entries of every page of a listing."""
+def list_all(connection: Connection, call: PagedCall[Page, Item]) -> list[Item]:
+    """Fetch every page of a listing and return all entries."""
     entries: list[Item] = []
     token = ""
     while True:

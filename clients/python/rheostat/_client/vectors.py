@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from rheostat._arrays import ArrayLike, Element
 from rheostat._client import vector_calls
-from rheostat._client.streams import entries_of, result_of
+from rheostat._client.streams import list_all, run_download
 from rheostat._connection.connection import Connection
 from rheostat._fields import checks_arguments
 from rheostat._points import LayersLike, PointsLike
@@ -75,7 +75,7 @@ class Vectors:
     ) -> Vector:
         """Fetch a vector with its numbers (``vector.values``), by name or by digest."""
         call = vector_calls.get_vector(name, digest)
-        return result_of(self._connection, call, self._connection.limit(timeout))
+        return run_download(self._connection, call, self._connection.limit(timeout))
 
     @checks_arguments
     def derive(
@@ -126,7 +126,7 @@ class Vectors:
             lora=lora,
             progress=progress,
         )
-        return result_of(self._connection, call, timeout)
+        return run_download(self._connection, call, timeout)
 
     @checks_arguments
     def set_name(
@@ -162,7 +162,7 @@ class Vectors:
 
     def list(self, prefix: str = "") -> list[VectorInfo]:
         """Stored vectors whose name begins with ``prefix``, by name; "" adds unnamed vectors."""
-        return entries_of(self._connection, vector_calls.list_vectors(prefix))
+        return list_all(self._connection, vector_calls.list_vectors(prefix))
 
     def delete(self, name: str) -> str:
         """Delete a name and return its vector's digest. Running requests keep the vector."""

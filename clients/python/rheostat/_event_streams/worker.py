@@ -1,4 +1,4 @@
-"""The common base of the workers of both clients: the life cycle of a stream.
+"""Common bases of both clients: `BaseWorker`, the life cycle of a stream, and `StreamBase`.
 
 A worker runs the calls of one stream, one after the other. The subclasses run the calls and
 wait; no method here waits.
@@ -29,7 +29,7 @@ class RunningCall(Protocol):
 
 
 class StreamBase(Generic[M, E]):
-    """What subscriptions and watches have in common in both clients."""
+    """The public methods of subscriptions and watches that are equal in both clients."""
 
     _state: EventStreamState[M, E]
     _worker: BaseWorker[M, E]
@@ -40,7 +40,7 @@ class StreamBase(Generic[M, E]):
 
     @property
     def id(self) -> str:
-        """Its id. Raises Refused before it is open."""
+        """The id of the stream. Raises Refused before it is open."""
         if not self._state.id:
             raise Refused(f"the {self._state.kind} is not open yet: enter it with async with")
         return self._state.id

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rheostat._fields import counted, equal_fields
+from rheostat._fields import counted, same_fields
 from rheostat._notebook import table
 from rheostat._points import Site, knows_point, read_site
 from rheostat._positions import read_ranges, show_ranges, unknown_sites_text
@@ -125,7 +125,7 @@ def _rows(explanation: Explanation) -> list[tuple[str, str]]:
             for site in resolved.sites
         ]
         sites_text = ", ".join([*sites, *unknown_sites_text(resolved.unknown_sites)])
-        reference = Reference(**equal_fields(Reference, resolved), gate_probes=resolved.gate_probes)
+        reference = Reference(**same_fields(Reference, resolved), gate_probes=resolved.gate_probes)
         rows.append((str(reference), f"{sites_text}; {resolved.selection}"))
     for capture in explanation.captures:
         sites_text = ", ".join(
@@ -177,7 +177,7 @@ def _read_intervention(
 ) -> ResolvedIntervention:
     reference = read_reference(message.intervention)
     return ResolvedIntervention(
-        **equal_fields(ResolvedIntervention, reference),
+        **same_fields(ResolvedIntervention, reference),
         gate_probes=reference.gate_probes,
         sites=_known_sites(message.sites),
         unknown_sites=len(message.sites) - len(_known_sites(message.sites)),

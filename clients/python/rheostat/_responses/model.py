@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from rheostat._fields import equal_fields, read_word
+from rheostat._fields import read_word, same_fields
 from rheostat._notebook import table
 from rheostat._points import Point, Site, knows_point, read_point, show_layers
 from rheostat_wire.v1 import engine_service_pb2, receipt_pb2, tensor_pb2
@@ -186,7 +186,7 @@ def read_model(message: engine_service_pb2.GetModelResponse) -> ModelInfo:
     engine, limits = message.engine, message.limits
     return ModelInfo(
         **{
-            **equal_fields(ModelInfo, message),
+            **same_fields(ModelInfo, message),
             "dtype": read_word(tensor_pb2.Dtype.DESCRIPTOR, message.dtype, "DTYPE_"),
             "embedding_std": message.embedding_std if message.HasField("embedding_std") else None,
         },
@@ -196,13 +196,13 @@ def read_model(message: engine_service_pb2.GetModelResponse) -> ModelInfo:
         controller_names=tuple(message.controller_names),
         engine=EngineInfo(
             **{
-                **equal_fields(EngineInfo, engine),
+                **same_fields(EngineInfo, engine),
                 "runner": read_word(engine_service_pb2.Runner.DESCRIPTOR, engine.runner, "RUNNER_"),
                 "variants": tuple(engine.variants),
             }
         ),
         limits=Limits(
-            **equal_fields(Limits, limits),
+            **same_fields(Limits, limits),
             capacity_wait=limits.capacity_wait.ToTimedelta().total_seconds(),
         ),
         features=tuple(
@@ -333,13 +333,13 @@ class Stats:
 
 def read_stats(message: engine_service_pb2.GetStatsResponse) -> Stats:
     return Stats(
-        **equal_fields(Stats, message),
-        **equal_fields(Stats, message.requests),
+        **same_fields(Stats, message),
+        **same_fields(Stats, message.requests),
         steps={variant.variant: variant.step_count for variant in message.steps},
         uptime=message.uptime.ToTimedelta().total_seconds(),
         controllers=tuple(
             ControllerStats(
-                **equal_fields(ControllerStats, controller),
+                **same_fields(ControllerStats, controller),
                 p50=controller.p50.ToNanoseconds() / 1e9,
                 p99=controller.p99.ToNanoseconds() / 1e9,
                 longest=controller.longest.ToNanoseconds() / 1e9,

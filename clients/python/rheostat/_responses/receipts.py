@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from rheostat._fields import counted, equal_fields, read_word
+from rheostat._fields import counted, read_word, same_fields
 from rheostat._notebook import table
 from rheostat._points import Site, knows_point, read_site
 from rheostat._positions import read_ranges, show_points, show_ranges, unknown_sites_text
@@ -256,7 +256,7 @@ def _rows(receipt: Receipt) -> list[tuple[str, str]]:
         )
     ]
     for applied in receipt.interventions:
-        reference = Reference(**equal_fields(Reference, applied), gate_probes=applied.gate_probes)
+        reference = Reference(**same_fields(Reference, applied), gate_probes=applied.gate_probes)
         rows.append((str(reference), _intervention_text(applied)))
     for capture in receipt.captures:
         lost = sum(site.dropped_row_count for site in capture.sites)
@@ -391,7 +391,7 @@ def _read_change(change: receipt_pb2.WatchChange) -> WatchChange:
 
 def read_receipt(message: receipt_pb2.Receipt) -> Receipt:
     return Receipt(
-        **equal_fields(Receipt, message),
+        **same_fields(Receipt, message),
         interventions=tuple(_read_applied(intervention) for intervention in message.interventions),
         captures=tuple(_read_capture(capture.SerializeToString()) for capture in message.captures),
         rules=tuple(

@@ -17,7 +17,7 @@ import google_crc32c
 from rheostat._capture.activations import read_captured_tensor
 from rheostat._capture.encodings import Decoded
 from rheostat._errors import DataLoss, ServerError
-from rheostat._fields import equal_fields
+from rheostat._fields import same_fields
 from rheostat._responses.results import DroppedRows, read_dropped, read_finish_reason
 from rheostat._subscriptions.events import Attached, CapturedRows, EndOfRequest, SubscriptionEvent
 from rheostat._subscriptions.payloads import View
@@ -103,7 +103,7 @@ class EventReader:
             )
         return EndOfRequest(
             sequence,
-            **equal_fields(EndOfRequest, message),
+            **same_fields(EndOfRequest, message),
             finish_reasons=tuple(map(read_finish_reason, message.finish_reasons)),
             attached=to_attached(message.attached),
         )

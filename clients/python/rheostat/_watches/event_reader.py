@@ -10,7 +10,7 @@ import numpy as np
 from rheostat._capture.activations import positions_of
 from rheostat._capture.encodings import read_tensor
 from rheostat._errors import DataLoss, ServerError
-from rheostat._fields import counted, equal_fields
+from rheostat._fields import counted, same_fields
 from rheostat._responses.results import read_finish_reason
 from rheostat._responses.signals import SignalColumn
 from rheostat._watches.events import (
@@ -66,7 +66,7 @@ class WatchReader:
     ) -> WatchedRequestBegun:
         self._watched[message.number] = _Watched(message.request_id)
         return WatchedRequestBegun(
-            sequence, labels=dict(message.labels), **equal_fields(WatchedRequestBegun, message)
+            sequence, labels=dict(message.labels), **same_fields(WatchedRequestBegun, message)
         )
 
     def _signals(
@@ -116,7 +116,7 @@ class WatchReader:
             raise ServerError("the server sent a summary of a column that the watch lacks")
         return WatchedRequestEnded(
             sequence,
-            **equal_fields(WatchedRequestEnded, message),
+            **same_fields(WatchedRequestEnded, message),
             finish_reasons=tuple(map(read_finish_reason, message.finish_reasons)),
             summaries=tuple(
                 SignalSummary(

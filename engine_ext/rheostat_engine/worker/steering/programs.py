@@ -205,7 +205,7 @@ class Programs:
         return Basis(vectors, self.directions.shape[1])
 
     def use_direction(self, direction: Direction, basis: Basis) -> int:
-        """Adds a use of a direction, made if it does not exist yet; its number.
+        """Adds a use of a direction, makes it if needed, and returns its number.
 
         Also called before a program needs the direction, so that its cost is spread over slices.
 

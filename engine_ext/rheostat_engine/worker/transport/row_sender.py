@@ -255,9 +255,9 @@ class RowSender:
             copied = self._fence(None)
         except Exception:  # as in `_copy_rows`
             self._log_failure(_NOT_COPIED)
-            return Frame(head.without_rows)
+            return Frame(head.as_lost)
         self.left_bytes += values.nbytes
-        return Frame(head, copied, (head.without_rows,))
+        return Frame(head, copied, (head.as_lost,))
 
     @property
     def _idle(self) -> bool:
@@ -324,12 +324,12 @@ class RowSender:
             self._lost_rows += pending.captured
             if head.staging_range is None:  # otherwise the staging area counts the rows already
                 self._count(-pending.bytes)
-            return Frame(head.without_rows)
+            return Frame(head.as_lost)
         finally:
             pending.set_launched()  # the step thread may be waiting in `Ring.reserve`
         assert head.staging_range is not None
         self.left_bytes += head.staging_range.size
-        return Frame(head, pending.copied, (head.without_rows,), pending.captured)
+        return Frame(head, pending.copied, (head.as_lost,), pending.captured)
 
     def _launch(self, pending: _PendingRows) -> RowsHead | SignalsHead:
         """Launches the copies of rows; returns their head with the range."""

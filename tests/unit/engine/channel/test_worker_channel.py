@@ -111,7 +111,7 @@ def test_signals_do_not_keep_the_staging_memory() -> None:
 def test_lost_signals_are_reported_with_their_positions() -> None:
     merger = EventMerger(1)
     merger.feed(installed())
-    for events in (merger.feed(signals().without_rows), merger.skip(signals())):
+    for events in (merger.feed(signals().as_lost), merger.skip(signals())):
         (event,) = events
         assert isinstance(event, SignalRows)
         assert event.values is None

@@ -130,7 +130,7 @@ def test_a_frame_that_cannot_be_made_is_logged_and_takes_no_other_with_it(
     event_sender = EventSender(server.address)
     event_sender.send(Frame(installed()))
     torn = server.stage(rows(), payload())[0]
-    event_sender.send(Frame(torn, Broken(), fallback=[torn.without_rows]))
+    event_sender.send(Frame(torn, Broken(), fallback=[torn.as_lost]))
     event_sender.send(Frame(server.stage(rows(7), payload())[0]))
     unread = [released(doses=[], measured=False)]
     event_sender.send(Frame(lambda: [released(doses=[(1 / 0,) * 6])], fallback=unread))
