@@ -35,7 +35,7 @@ class Intervals(NamedTuple):
         """[p]: one past the last position of each interval."""
         return np.append(self.starts[1:], np.int32(OPEN_END))
 
-    def first(self, wanted: Sequence[bool]) -> int:
+    def first_position(self, wanted: Sequence[bool]) -> int:
         """The lowest position with a wanted set of members; `OPEN_END` if there is none.
 
         Args:

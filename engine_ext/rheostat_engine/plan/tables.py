@@ -156,7 +156,9 @@ class SteeringTable:
     def _first_position(self, act: int) -> int:
         """The lowest position at which an act may select a token; `OPEN_END` if there is none."""
         own = {number for number, clause in enumerate(self.clauses) if clause.act == act}
-        return self.intervals.first([not own.isdisjoint(m) for m in self.intervals.members])
+        return self.intervals.first_position(
+            [not own.isdisjoint(m) for m in self.intervals.members]
+        )
 
     def token_variants(self, number: int) -> TokenVariants:
         """Combines the acts of a clause set, `intervals.members[number]`.
@@ -202,7 +204,7 @@ class CaptureTable:
     @cached_property
     def first(self) -> int:
         """The lowest captured position; `OPEN_END` if nothing is captured."""
-        return self.intervals.first([bool(members) for members in self.intervals.members])
+        return self.intervals.first_position([bool(members) for members in self.intervals.members])
 
     def need(self, *, prompt_len: int, max_step_tokens: int) -> CaptureNeed:
         """The ring rows that one sample needs.
