@@ -1,12 +1,13 @@
-"""Where the time to the first token goes when many streams begin together.
+"""Where the time to the first and to the last token goes when many streams begin together.
 
 Runs bursts of requests on stock vLLM in process and on this server, in turns. For each arm it
 reports medians: when the first, the middle and the last request reached the front end, the server,
-vLLM's client and the engine's core; the prompts, tokens and launch time of the first steps; when
-the server read the first tokens; and when clients had them. Recording costs a little, so use
+vLLM's client and the engine's core; the prompts, tokens and launch time of each step; when the
+server read first and last tokens; and when clients had them. Recording costs a little, so use
 `sidebyside` to compare times to the first token.
 
     rheostat bench first_tokens --shape qwen3-8b --streams 32 256 --out results
+    rheostat bench first_tokens --shape qwen3-8b --streams 256 --tokens 128 --out results
 """
 
 import argparse
@@ -76,7 +77,7 @@ class Burst(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A step of the engine in which prompts began. Times in milliseconds."""
+    """A step of the engine. Times in milliseconds."""
 
     prompts: float
     """Prompts that began in it."""
@@ -112,15 +113,16 @@ def figures(bursts: Sequence[Burst], found: Sequence[Record]) -> dict[str, objec
         found: the records of all processes, in order of time.
 
     Returns:
-        `called`, the places, `read` (of this server) and `first_token`: each for the first, the
-        middle and the last request. `steps`: those in which prompts began, in order; the i-th is
-        the median of the i-th steps of all bursts that have one. `unmatched`: bursts whose steps
-        could not be told, because records of launches or outputs are missing.
+        `called`, the places, `read` and `last_read` (a sample's first and last read, of this
+        server), `first_token` and `last_token`: each for the first, the middle and the last
+        request. `steps`, in order, as many as the median burst has: the i-th is the median of the
+        i-th steps of all bursts that have one. `unmatched`: bursts whose steps could not be told,
+        because records of launches or outputs are missing.
     """
     times, steps = zip(*(_times_and_steps(burst, found) for burst in bursts), strict=True)
     matched = [some for some in steps if some is not None]
     names = dict.fromkeys(name for one in times for name in one)
-    longest = max(map(len, matched), default=0)
+    count = round(median(map(len, matched))) if matched else 0
     return {
         **{name: _medians([one[name] for one in times if name in one]) for name in names},
         "unmatched": len(steps) - len(matched),
@@ -132,7 +134,7 @@ def figures(bursts: Sequence[Burst], found: Sequence[Record]) -> dict[str, objec
                     strict=True,
                 )
             )
-            for number in range(longest)
+            for number in range(count)
         ],
     }
 
@@ -140,7 +142,7 @@ def figures(bursts: Sequence[Burst], found: Sequence[Record]) -> dict[str, objec
 def _times_and_steps(
     burst: Burst, found: Sequence[Record]
 ) -> tuple[dict[str, list[float]], list[Step] | None]:
-    """The requests' times at each place, and the steps in which their prompts began, if known."""
+    """The requests' times at each place, and the engine's steps, if known."""
     began = min(stream.began for stream in burst.streams)
     end = max(stream.last for stream in burst.streams)
     inside = [record for record in found if began <= record.began <= end]
@@ -156,22 +158,23 @@ def _times_and_steps(
     }
     times = {"called": ms([stream.began for stream in burst.streams])}
     times |= {name: ms([one.began for one in by_name[name]]) for name in _PLACES if by_name[name]}
-    read: dict[int, float] = {}
+    reads: dict[int, list[float]] = {}
     for one in inside:
         if one.name == READ:
-            read.setdefault(one.owner, one.began)  # later ones are of the sample's next tokens
-    if read:
-        times["read"] = ms(list(read.values()))
+            reads.setdefault(one.owner, []).append(one.began)
+    if reads:
+        times["read"] = ms([moments[0] for moments in reads.values()])
+        times["last_read"] = ms([moments[-1] for moments in reads.values()])
     times["first_token"] = ms([stream.first for stream in burst.streams])
+    times["last_token"] = ms([stream.last for stream in burst.streams])
     schedules, launches, updates = (by_name[name] for name in (SCHEDULE, LAUNCH, UPDATE))
     if not 0 <= len(schedules) - len(launches) <= 1 or not 0 <= len(launches) - len(updates) <= 2:
         return times, None  # more are missing than those of the steps that run at the end
     steps = []
     for scheduled, launch, update in zip(schedules, launches, updates, strict=False):
-        if scheduled.prompts:
-            at, processed = (1e3 * (one.began - began) for one in (scheduled, update))
-            launched = (1e3 * launch.seconds, 1e3 * launch.cpu)
-            steps.append(Step(scheduled.prompts, scheduled.tokens, at, *launched, processed))
+        at, processed = (1e3 * (one.began - began) for one in (scheduled, update))
+        launched = (1e3 * launch.seconds, 1e3 * launch.cpu)
+        steps.append(Step(scheduled.prompts, scheduled.tokens, at, *launched, processed))
     return times, steps
 
 
@@ -258,12 +261,14 @@ def show(table: dict[str, dict[str, dict[str, Any]]]) -> None:
                 if isinstance(values, list) and name != "steps":
                     print(f"  {name:12}" + "".join(f"{value:9.1f}" for value in values))
             for number, step in enumerate(row["steps"], 1):
-                print(
-                    f"  step {number}: {step['prompts']:.0f} prompts, {step['tokens']:.0f} tokens, "
-                    f"scheduled {step['scheduled']:.1f}, launched in {step['launch']:.1f} "
-                    f"({step['launch_cpu']:.1f} CPU), processed {step['processed']:.1f}",
-                    flush=True,
-                )
+                if step["prompts"] or number == len(row["steps"]):
+                    print(
+                        f"  step {number}: {step['prompts']:.0f} prompts, "
+                        f"{step['tokens']:.0f} tokens, scheduled {step['scheduled']:.1f}, launched "
+                        f"in {step['launch']:.1f} ({step['launch_cpu']:.1f} CPU), processed "
+                        f"{step['processed']:.1f}",
+                        flush=True,
+                    )
 
 
 if __name__ == "__main__":

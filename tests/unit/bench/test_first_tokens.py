@@ -152,7 +152,7 @@ def burst_at(start: float, late: float = 0.0, *, steps: int = 3) -> tuple[Burst,
 
     def stream(number: int) -> Streamed:
         began, first = start + 0.001 * number, start + late + 0.05 + number
-        return streamed(began, [first, first], 2)._replace(last=start + 5.0)
+        return streamed(began, [first, start + 5.0], 2)
 
     at = start + late
     found = [Record(IN_CORE, at + 0.002 * number, 0.0, 0.0) for number in (1, 2, 3)]
@@ -179,20 +179,25 @@ def test_the_figures_are_medians_of_bursts_and_of_their_steps() -> None:
     assert found["called"] == pytest.approx([0.0, 1.0, 2.0])
     assert found[IN_CORE] == pytest.approx([3.0, 5.0, 7.0])
     assert found["first_token"] == pytest.approx([51.0, 1051.0, 2051.0])
+    assert found["last_token"] == pytest.approx([5000.0, 5000.0, 5000.0])
     assert "accepted" not in found
     assert found["unmatched"] == 0
     first = {"prompts": 1, "tokens": 32, "scheduled": 4.0, "launch": 21.0, "launch_cpu": 15.0}
-    second = {"prompts": 2, "tokens": 65, "scheduled": 74.5, "launch": 30.0, "launch_cpu": 25.0}
-    assert found["steps"] == [{**first, "processed": 63.0}, {**second, "processed": 114.5}]
+    second = {"prompts": 0, "tokens": 1, "scheduled": 31.0, "launch": 5.0, "launch_cpu": 5.0}
+    third = {"prompts": 2, "tokens": 65, "scheduled": 74.5, "launch": 30.0, "launch_cpu": 25.0}
+    steps = [{**first, "processed": 63.0}, {**second, "processed": 66.0}]
+    assert found["steps"] == [*steps, {**third, "processed": 114.5}]
 
 
-def test_the_first_tokens_that_the_server_reads_are_counted() -> None:
+def test_the_first_and_last_tokens_that_the_server_reads_are_counted() -> None:
     burst, some = burst_at(100.0)
     read = [
         Record(READ, 100.0 + at, 0.0, 0.0, owner=owner)
         for at, owner in ((0.04, 7), (0.05, 8), (0.06, 7), (0.09, 9), (0.1, 8))
     ]
-    assert figures([burst], [*some, *read])["read"] == pytest.approx([40.0, 50.0, 90.0])
+    found = figures([burst], [*some, *read])
+    assert found["read"] == pytest.approx([40.0, 50.0, 90.0])
+    assert found["last_read"] == pytest.approx([60.0, 90.0, 100.0])
 
 
 def test_a_burst_with_missing_records_has_no_steps() -> None:
@@ -201,4 +206,4 @@ def test_a_burst_with_missing_records_has_no_steps() -> None:
     found = figures([burst, whole], [*lost, *all_of_it])
     assert found["unmatched"] == 1
     assert isinstance(found["steps"], list)
-    assert [step["scheduled"] for step in found["steps"]] == pytest.approx([4.0, 71.0])
+    assert [step["scheduled"] for step in found["steps"]] == pytest.approx([4.0, 31.0, 71.0])
