@@ -4,7 +4,7 @@ Runs bursts of requests on stock vLLM in process and on this server, in turns. F
 reports medians: when the first, the middle and the last request reached the front end, the server,
 vLLM's client and the engine's core; the prompts, tokens and launch time of each step; when the
 server read first and last tokens; and when clients had them. Recording costs a little, so use
-`sidebyside` to compare times to the first token.
+`sidebyside` to compare times to the first token. The records stay in OUT/traces.
 
     rheostat bench first_tokens --shape qwen3-8b --streams 32 256 --out results
     rheostat bench first_tokens --shape qwen3-8b --streams 256 --tokens 128 --out results
@@ -48,6 +48,7 @@ from rheostat_bench.traced import (
     LAUNCH,
     READ,
     RECEIVED,
+    SAMPLE,
     SCHEDULE,
     UPDATE,
     Record,
@@ -88,6 +89,8 @@ class Step(NamedTuple):
     """Duration of `execute_model`: on a GPU the launches of kernels, on a CPU the computation."""
     launch_cpu: float
     """CPU time of the launching thread."""
+    sampled: float
+    """When `sample_tokens` returned, after the first stream's call."""
     processed: float
     """When the core processed its output, after the first stream's call."""
 
@@ -154,7 +157,7 @@ def _times_and_steps(
 
     by_name = {
         name: [one for one in inside if one.name == name]
-        for name in (*_PLACES, SCHEDULE, LAUNCH, UPDATE)
+        for name in (*_PLACES, SCHEDULE, LAUNCH, SAMPLE, UPDATE)
     }
     times = {"called": ms([stream.began for stream in burst.streams])}
     times |= {name: ms([one.began for one in by_name[name]]) for name in _PLACES if by_name[name]}
@@ -170,11 +173,18 @@ def _times_and_steps(
     schedules, launches, updates = (by_name[name] for name in (SCHEDULE, LAUNCH, UPDATE))
     if not 0 <= len(schedules) - len(launches) <= 1 or not 0 <= len(launches) - len(updates) <= 2:
         return times, None  # more are missing than those of the steps that run at the end
+    samples = iter(by_name[SAMPLE])
     steps = []
     for scheduled, launch, update in zip(schedules, launches, updates, strict=False):
-        at, processed = (1e3 * (one.began - began) for one in (scheduled, update))
+        last = next(samples, None) if scheduled.tokens else launch  # empty steps sample nothing
+        if last is None:
+            return times, None
+        at, sampled, processed = (
+            1e3 * (moment - began)
+            for moment in (scheduled.began, last.began + last.seconds, update.began)
+        )
         launched = (1e3 * launch.seconds, 1e3 * launch.cpu)
-        steps.append(Step(scheduled.prompts, scheduled.tokens, at, *launched, processed))
+        steps.append(Step(scheduled.prompts, scheduled.tokens, at, *launched, sampled, processed))
     return times, steps
 
 
@@ -197,9 +207,8 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        scratch = Path(folder)
-        traces = scratch / "traces"
-        traces.mkdir()
+        scratch, traces = Path(folder), arguments.out / "traces"
+        traces.mkdir()  # with records of an earlier run, no figure would be right
         os.environ.update(environment(traces))  # for all processes that start from now on
         model = chosen(arguments, scratch)
         if model.load_format == "dummy":
@@ -265,8 +274,8 @@ def show(table: dict[str, dict[str, dict[str, Any]]]) -> None:
                     print(
                         f"  step {number}: {step['prompts']:.0f} prompts, "
                         f"{step['tokens']:.0f} tokens, scheduled {step['scheduled']:.1f}, launched "
-                        f"in {step['launch']:.1f} ({step['launch_cpu']:.1f} CPU), processed "
-                        f"{step['processed']:.1f}",
+                        f"in {step['launch']:.1f} ({step['launch_cpu']:.1f} CPU), sampled "
+                        f"{step['sampled']:.1f}, processed {step['processed']:.1f}",
                         flush=True,
                     )
 

@@ -33,7 +33,7 @@ _SITE = "from rheostat_bench.traced import install\n\ninstall()\n"
 _EXECUTE = "exec_module"
 
 ACCEPTED, RECEIVED, ADDED, IN_CORE = "accepted", "received", "added", "in the core"
-SCHEDULE, LAUNCH, UPDATE = "schedule", "launch", "update"
+SCHEDULE, LAUNCH, SAMPLE, UPDATE = "schedule", "launch", "sample", "update"
 READ = "read"
 """The server reads new tokens of a sample."""
 POINTS = {
@@ -45,7 +45,10 @@ POINTS = {
         "Scheduler.schedule": SCHEDULE,
         "Scheduler.update_from_output": UPDATE,
     },
-    "vllm.v1.worker.gpu_worker": {"Worker.execute_model": LAUNCH},
+    "vllm.v1.worker.gpu_worker": {
+        "Worker.execute_model": LAUNCH,
+        "Worker.sample_tokens": SAMPLE,
+    },
     "rheostat_engine.adapters.outputs": {"_Reader._take": READ},
 }
 """The functions, by module, each with the name of its records."""

@@ -19,6 +19,7 @@ from rheostat_bench.traced import (
     LAUNCH,
     POINTS,
     READ,
+    SAMPLE,
     SCHEDULE,
     UPDATE,
     Record,
@@ -159,8 +160,10 @@ def burst_at(start: float, late: float = 0.0, *, steps: int = 3) -> tuple[Burst,
     found += [
         Record(SCHEDULE, at + 0.003, 0.0, 0.0, 1, 32),
         Record(LAUNCH, at + 0.004, 0.020 + late, 0.015),
+        Record(SAMPLE, at + 0.025 + late, 0.001, 0.001),
         Record(SCHEDULE, at + 0.030, 0.0, 0.0, 0, 1),  # no prompt begins
         Record(LAUNCH, at + 0.031, 0.005, 0.005),
+        Record(SAMPLE, at + 0.037, 0.001, 0.001),
         Record(UPDATE, at + 0.062, 0.0, 0.0),
         Record(UPDATE, at + 0.065, 0.0, 0.0),
     ]
@@ -168,6 +171,7 @@ def burst_at(start: float, late: float = 0.0, *, steps: int = 3) -> tuple[Burst,
         found += [
             Record(SCHEDULE, at + 0.070, 0.0, 0.0, 2, 65),
             Record(LAUNCH, at + 0.071, 0.030, 0.025),
+            Record(SAMPLE, at + 0.102, 0.001, 0.001),
             Record(UPDATE, at + 0.110, 0.0, 0.0),
         ]
     return Burst("idle", [stream(number) for number in range(3)]), found
@@ -185,8 +189,11 @@ def test_the_figures_are_medians_of_bursts_and_of_their_steps() -> None:
     first = {"prompts": 1, "tokens": 32, "scheduled": 4.0, "launch": 21.0, "launch_cpu": 15.0}
     second = {"prompts": 0, "tokens": 1, "scheduled": 31.0, "launch": 5.0, "launch_cpu": 5.0}
     third = {"prompts": 2, "tokens": 65, "scheduled": 74.5, "launch": 30.0, "launch_cpu": 25.0}
-    steps = [{**first, "processed": 63.0}, {**second, "processed": 66.0}]
-    assert found["steps"] == [*steps, {**third, "processed": 114.5}]
+    assert found["steps"] == [
+        {**first, "sampled": 28.0, "processed": 63.0},
+        {**second, "sampled": 39.0, "processed": 66.0},
+        {**third, "sampled": 107.5, "processed": 114.5},
+    ]
 
 
 def test_the_first_and_last_tokens_that_the_server_reads_are_counted() -> None:
@@ -200,9 +207,10 @@ def test_the_first_and_last_tokens_that_the_server_reads_are_counted() -> None:
     assert found["last_read"] == pytest.approx([60.0, 90.0, 100.0])
 
 
-def test_a_burst_with_missing_records_has_no_steps() -> None:
+@pytest.mark.parametrize("missing", [LAUNCH, SAMPLE])
+def test_a_burst_with_missing_records_has_no_steps(missing: str) -> None:
     (burst, some), (whole, all_of_it) = burst_at(100.0), burst_at(200.0, 0.001)
-    lost = [one for one in some if one.name != LAUNCH]
+    lost = [one for one in some if one.name != missing]
     found = figures([burst, whole], [*lost, *all_of_it])
     assert found["unmatched"] == 1
     assert isinstance(found["steps"], list)
