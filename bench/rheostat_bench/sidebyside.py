@@ -53,6 +53,8 @@ from rheostat_server.config import ServerConfig
 
 _PROMPT = 32
 _ONE_TOKEN = "requests of one token"
+_ONE_TOKEN_TIMES = 4
+"""These requests at a time, for each stream of the largest turn."""
 _OWN_OPTIONS = frozenset({"front-ends", "spool", "port"})
 """Flags of `rheostat serve` that the benchmark chooses for each of its servers."""
 _STARTUP = 300.0
@@ -332,7 +334,7 @@ def measure(
         same_prompts: whether all arms of a repeat get the same prompts.
     """
     workloads = [(str(count), count, tokens) for count in streams]
-    workloads.append((_ONE_TOKEN, 4 * max(streams), 1))
+    workloads.append((_ONE_TOKEN, _ONE_TOKEN_TIMES * max(streams), 1))
     for workload, count, length in workloads:
         for run in runs.values():
             run(prompts(count, prompt), length)
@@ -430,7 +432,8 @@ def main() -> None:
         most = max(arguments.streams)
         held = most * (arguments.prompt + arguments.tokens)
         config = server_config(model, engines=engines, requests=most, tokens=held)
-        config = replace(config, skip_tokenizer_init=False)
+        calls = max(config.maximum_concurrent_rpcs, _ONE_TOKEN_TIMES * most)
+        config = replace(config, skip_tokenizer_init=False, maximum_concurrent_rpcs=calls)
         for start in range(arguments.starts):
             own = scratch / str(start)
             own.mkdir()
@@ -538,6 +541,7 @@ def server_flags(config: ServerConfig, front_ends: int) -> list[str]:
         "--max-num-batched-tokens": config.max_num_batched_tokens,
         "--gpu-memory-utilization": config.gpu_memory_utilization,
         "--front-ends": front_ends,
+        "--maximum-concurrent-rpcs": config.maximum_concurrent_rpcs,
         "--spool": config.spool,
     }
     if config.kv_cache_memory_bytes is not None:

@@ -298,6 +298,12 @@ def from_rpc(
         return kind(message, details=text)
     if kind is Cancelled and text in _CANCELLED_HERE:
         return kind(CANCELLED_HERE, details=text)
+    if kind is Cancelled and not details.reason:  # a Rheostat server always gives a reason
+        message = (
+            f"{target} cancelled the call without a reason: it ends, or thousands of calls began "
+            "at the same time; send the request again"
+        )
+        return kind(message, details=text)
     if kind is DeadlineExceeded and timeout is not None:
         what = "the answer did not end" if begun else "no answer"
         message = f"{what} within the timeout of {timeout:g} s"

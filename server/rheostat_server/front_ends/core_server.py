@@ -30,7 +30,14 @@ from rheostat_server.limits import LOOKAHEAD_BYTES, TENSOR_MESSAGE_BYTES
 
 _LOG = logging.getLogger(__name__)
 
+_UNBEGUN = 8192
+"""Calls that wait in gRPC until this thread begins them, with 15 KiB of memory each. gRPC cancels
+any more, without a reason. By default it cancels some above 1,000 and all above 3,000: of 4,096
+calls that began together on two cores, up to a fifth. The server itself refuses with a reason."""
+
 _OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.server.max_pending_requests", _UNBEGUN),
+    ("grpc.server.max_pending_requests_hard_limit", _UNBEGUN),
     ("grpc.max_receive_message_length", TENSOR_MESSAGE_BYTES),
     ("grpc.max_send_message_length", -1),
     # By default gRPC receives some MiB of each call ahead of reads, and more on fast networks.

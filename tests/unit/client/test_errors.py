@@ -252,6 +252,17 @@ def test_another_server_or_an_older_one_does_not_know_a_call(client, server, ref
     assert raised.value.details == said
 
 
+def test_a_call_that_the_server_cancels_without_a_reason_says_so(client, server, refusal):
+    server.on("Tokenize", refusal(grpc.StatusCode.CANCELLED, "CANCELLED"))  # as gRPC says it
+    with pytest.raises(rheostat.Cancelled) as raised:
+        client.run(lambda engine: engine.tokenize("x"))
+    assert str(raised.value) == (
+        f"{server.target} cancelled the call without a reason: it ends, or thousands of calls "
+        "began at the same time; send the request again"
+    )
+    assert raised.value.details == "CANCELLED"
+
+
 def test_a_connection_that_ends_within_an_answer_is_lost(client, server, refusal):
     started = generation_service_pb2.GenerateResponse(started={})
     server.on("Generate", [started, refusal(grpc.StatusCode.UNAVAILABLE, "reset")])

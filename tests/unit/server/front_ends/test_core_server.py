@@ -100,3 +100,34 @@ async def test_metadata_that_is_not_utf8_is_logged_once_and_its_calls_are_answer
     assert record.levelno == logging.WARNING
     assert "not UTF-8" in record.getMessage()
     assert not record.exc_info
+
+
+async def test_no_call_of_a_burst_is_dropped_while_the_thread_of_events_waits() -> None:
+    burst, held, answered = 4096, threading.Event(), 0
+
+    async def answer(path: str, call: Call) -> None:
+        nonlocal answered
+        message = await call.read()
+        answered += message == b""
+
+    server = GrpcServer(answer)
+    port = await server.start("127.0.0.1", 0)
+
+    def hold() -> None:
+        with server._lock:
+            held.set()
+            time.sleep(1.0)  # meanwhile gRPC receives all calls
+
+    threading.Thread(target=hold).start()
+    await asyncio.to_thread(held.wait)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, b""))
+    await reader.readexactly(9)  # the server's settings, without which few calls may begin
+    writer.write(frame(4, 1, 0, b""))
+    received = asyncio.create_task(reader.read(-1))  # until the connection ends
+    for stream in range(1, 2 * burst, 2):
+        writer.write(call_with(b"x", stream))
+    await until(lambda: answered == burst)
+    writer.close()
+    received.cancel()
+    await server.stop(0)
