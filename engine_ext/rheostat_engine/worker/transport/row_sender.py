@@ -10,11 +10,11 @@ Why few copies run at once
     A device runs copies in one direction in launch order, across all streams. Sampled tokens would
     wait for all rows of a step.
 
-Why small signals do not take the thread
+Why small copies do not take the thread
     A thread that wakes up in each step takes Python's lock from the step thread several times. So
     if this module's thread has nothing to do, the step thread itself launches the copy of a few
-    signals, and passes frames to the `EventSender`. Otherwise it queues them for the thread,
-    because frames must not overtake each other.
+    raw rows or signals, and passes frames to the `EventSender`. Otherwise it queues them for the
+    thread, because frames must not overtake each other.
 """
 
 import logging
@@ -41,8 +41,9 @@ _CHUNK = 16 << 20
 """Bytes of a chunk. A device copies it in about 0.3 ms."""
 
 _SMALL = 256 << 10
-"""Bytes of signals up to which the step thread launches their copy: 64 numbers of 1,024 tokens. At
-25 GB/s the device copies them in 10 us, between two steps."""
+"""Bytes of raw rows or signals up to which the step thread launches their copy: 32 rows of 4,096
+elements, or 64 numbers of 1,024 tokens. At 25 GB/s the device copies them in 10 us, between two
+steps."""
 
 _NOT_COPIED = "captured rows or signals could not be copied off the device and are lost"
 
@@ -108,6 +109,16 @@ class _PendingRows:
             pass
         if self.copied is not None:
             self.copied.synchronize()
+
+
+class _InStreamOrder:
+    """A fence of rows that are copied before any work which is launched later on their stream."""
+
+    def synchronize(self) -> None:
+        """Waits for nothing: what overwrites the rows is such later work."""
+
+
+_IN_STREAM_ORDER = _InStreamOrder()
 
 
 class PacedCopies:
@@ -224,8 +235,12 @@ class RowSender:
             groups: the encodings, in row order.
 
         Returns:
-            A fence after which the rows were copied off the device.
+            A fence after which the rows may be overwritten by work on the current stream.
         """
+        raw = len(groups) == 1 and groups[0].encoding is None
+        if raw and self._copies_at_once(rows):
+            self._event_sender.send(self._copy_at_once(head, rows))
+            return _IN_STREAM_ORDER
         pending = _PendingRows(head, rows, groups, recorded_event(self._device))
         self._count(pending.bytes)
         self._put(pending)
@@ -238,26 +253,29 @@ class RowSender:
             head: the labels.
             values: on the device; nothing else writes them.
         """
-        # Otherwise the step thread would wait for the device.
-        asynchronous = self._stream is None or self.area.pinned
-        if asynchronous and self._idle and values.nbytes <= _SMALL:
-            self._event_sender.send(self._copy_signals(head, values))
-            return
-        if self._stream is not None:
+        if self._stream is not None and not self._copies_at_once(values):
             values.record_stream(self._stream)
         self.send_rows(head, values, [Group(None, len(values))])
 
-    def _copy_signals(self, head: SignalsHead, values: torch.Tensor) -> Frame:
-        """Launches the copy of a few signals on the current stream; returns their frame."""
+    def _copies_at_once(self, values: torch.Tensor) -> bool:
+        """Whether the step thread launches the copy of raw values itself."""
+        # Without pinned memory, the step thread would wait for the device.
+        asynchronous = self._stream is None or self.area.pinned
+        return asynchronous and self._idle and values.nbytes <= _SMALL
+
+    def _copy_at_once(self, head: RowsHead | SignalsHead, values: torch.Tensor) -> Frame:
+        """Launches the copy of a few raw values on the current stream; returns their frame."""
+        captured = len(values) if isinstance(head, RowsHead) else 0
         try:
             staging_range = self._fill(values.nbytes, 0, lambda to: copy_at_once(to, values))
             head = msgspec.structs.replace(head, staging_range=staging_range)
             copied = self._fence(None)
         except Exception:  # as in `_copy_rows`
             self._log_failure(_NOT_COPIED)
+            self._lost_rows += captured
             return Frame(head.as_lost)
         self.left_bytes += values.nbytes
-        return Frame(head, copied, (head.as_lost,))
+        return Frame(head, copied, (head.as_lost,), captured)
 
     @property
     def _idle(self) -> bool:

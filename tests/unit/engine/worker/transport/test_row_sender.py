@@ -470,6 +470,7 @@ def test_signals_do_not_overtake_rows_that_wait_for_the_thread(
         pack(*args, **kwargs)
 
     monkeypatch.setattr("rheostat_engine.worker.transport.row_sender.pack", slow)
+    monkeypatch.setattr("rheostat_engine.worker.transport.row_sender._SMALL", 2 * 3 * 4)
     device = Device(server)
     device.install(Capture((0,), EVERYWHERE))
     device.row_sender.send_signals(signals(), torch.zeros(2, 3))  # the thread has nothing to do
@@ -484,6 +485,69 @@ def test_signals_do_not_overtake_rows_that_wait_for_the_thread(
     read = [event.values for event in events if isinstance(event, SignalRows)]
     assert [values[0, 0] for values in read if values is not None] == [0, 1, 2]
     assert threads == ["rheostat-rows"] * 3
+    device.row_sender.close()
+
+
+def test_a_few_raw_rows_leave_without_the_thread_and_through_a_ring_that_goes_round(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[tuple[str, int]] = []
+
+    def noted(target: torch.Tensor, values: torch.Tensor) -> None:
+        copied.append((threading.current_thread().name, len(values)))
+        copy_at_once(target, values)
+
+    monkeypatch.setattr("rheostat_engine.worker.transport.row_sender.copy_at_once", noted)
+    device = Device(server, ring=10)
+    device.install(Capture((0, 3), EVERYWHERE))
+    for start in range(0, 30, 3):
+        device.step(start, 3)
+    device.release()
+    events = events_of(server)
+    check(events, {0: None, 3: None}, range(30))
+    assert copied == [(threading.main_thread().name, 6)] * 10
+    released = events[-1]
+    assert isinstance(released, Released)
+    assert (released.captured, released.lost_rows) == ({0: 30, 3: 30}, 0)
+    assert device.row_sender.left_bytes == 60 * WIDTH * 4
+    device.row_sender.close()
+
+
+def test_a_few_raw_rows_whose_copy_fails_are_counted_as_lost(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    copying = "rheostat_engine.worker.transport.row_sender.copy_at_once"
+    monkeypatch.setattr(copying, failing(1, copy_at_once))
+    device = Device(server)
+    device.install(Capture((0, 3), EVERYWHERE))
+    device.step(0, 4)
+    device.step(4, 2)
+    device.release()
+    events = events_of(server)
+    check(events, {0: None, 3: None}, range(4, 6))
+    released = events[-1]
+    assert isinstance(released, Released)
+    assert (released.captured, released.lost_rows) == ({0: 2, 3: 2}, 8)
+    assert device.row_sender.lost_rows == 8
+    assert device.row_sender.free_bytes == 1 << 20
+    assert [one.message for one in caplog.records] == [LOST]
+    device.row_sender.close()
+
+
+@pytest.mark.parametrize("larger", [False, True])
+def test_many_rows_and_encoded_rows_leave_through_the_thread(
+    server: Server, monkeypatch: pytest.MonkeyPatch, larger: bool
+) -> None:
+    copying = "rheostat_engine.worker.transport.row_sender.copy_at_once"
+    monkeypatch.setattr(copying, failing(1, copy_at_once))
+    if larger:
+        monkeypatch.setattr("rheostat_engine.worker.transport.row_sender._SMALL", 4 * WIDTH * 4 - 1)
+    form = None if larger else EIGHT
+    device = Device(server)
+    device.install(Capture((0,), EVERYWHERE, form))
+    device.step(0, 4)
+    device.release()
+    check(events_of(server), {0: form}, range(4))
     device.row_sender.close()
 
 
