@@ -413,6 +413,8 @@ def test_there_are_pictures_of_single_numbers() -> None:
         "sidebyside-qwen3-8b-with-pauses",
         "sidebyside-qwen3-8b-4096-token-graphs",
         "sidebyside-qwen3-8b-defaults",
+        "sidebyside-qwen3-8b-1024-streams",
+        "sidebyside-qwen3-0.6b-defaults",
         "sidebyside-qwen3-8b-256-streams-8192-tokens",
         "sidebyside-qwen3-8b-256-streams-6144-tokens",
         "sidebyside-qwen3-8b-4096-tokens",

@@ -360,6 +360,8 @@ def test_the_waits_of_the_soak_are_those_of_its_files() -> None:
         "h200/sidebyside-qwen3-8b-with-pauses",
         "h200/sidebyside-qwen3-8b-4096-token-graphs",
         "h200/sidebyside-qwen3-8b-defaults",
+        "h200/sidebyside-qwen3-8b-1024-streams",
+        "h200/sidebyside-qwen3-0.6b-defaults",
         "h200/sidebyside-qwen3-8b-256-streams-8192-tokens",
         "h200/sidebyside-qwen3-8b-256-streams-6144-tokens",
         "h200/sidebyside-qwen3-8b-4096-tokens",
