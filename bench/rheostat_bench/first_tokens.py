@@ -4,7 +4,8 @@ Runs bursts of requests on stock vLLM in process and on this server, in turns. F
 reports medians: when the first, the middle and the last request reached the front end, the server,
 vLLM's client and the engine's core; the prompts, tokens and launch time of each step; when the
 server read first and last tokens; and when clients had them. Recording costs a little, so use
-`sidebyside` to compare times to the first token. The records stay in OUT/traces.
+`sidebyside` to compare times to the first token. The records stay in a folder of
+OUT, `traces-` and some letters.
 
     rheostat bench first_tokens --shape qwen3-8b --streams 32 256 --out results
     rheostat bench first_tokens --shape qwen3-8b --streams 256 --tokens 128 --out results
@@ -207,8 +208,8 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        scratch, traces = Path(folder), arguments.out / "traces"
-        traces.mkdir()  # with records of an earlier run, no figure would be right
+        scratch = Path(folder)
+        traces = Path(tempfile.mkdtemp(prefix="traces-", dir=arguments.out.resolve()))
         os.environ.update(environment(traces))  # for all processes that start from now on
         model = chosen(arguments, scratch)
         if model.load_format == "dummy":
@@ -248,7 +249,7 @@ def main() -> None:
     show(table)
     about = {
         "benchmark": "first_tokens",
-        "measures": "where the time to the first token goes when streams begin together",
+        "measures": "where the time to first and last tokens goes when streams begin together",
         **described(model, served.engine.runner),
         "front_ends": arguments.front_ends,
         "options": arguments.options,

@@ -55,6 +55,9 @@ _CANCELLED_HERE = (
 )
 """The details that gRPC gives such a call."""
 
+_UNBEGUN = "CANCELLED"
+"""The details that gRPC gives a call if it drops it before the server has begun it."""
+
 _CAUSES = (
     (
         re.compile(r"Failed parsing HTTP/2|http1\.x server"),
@@ -298,10 +301,10 @@ def from_rpc(
         return kind(message, details=text)
     if kind is Cancelled and text in _CANCELLED_HERE:
         return kind(CANCELLED_HERE, details=text)
-    if kind is Cancelled and not details.reason:  # a Rheostat server always gives a reason
+    if text == _UNBEGUN and not (begun or details.reason):
         message = (
-            f"{target} cancelled the call without a reason: it ends, or thousands of calls began "
-            "at the same time; send the request again"
+            f"{target} cancelled the call before it began: it ends, or thousands of calls began at "
+            "the same time; send the request again"
         )
         return kind(message, details=text)
     if kind is DeadlineExceeded and timeout is not None:

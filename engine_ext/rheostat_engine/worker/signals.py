@@ -2,7 +2,7 @@
 
 The forward pass writes both to buffers, which the next step overwrites. After the pass, and after
 the fold that completes the openness, the rows of all requests that want signals are gathered into
-one new tensor. `RowSender` copies it to the host on its own stream, while the next step runs.
+one new tensor. `RowSender` copies it to the host.
 
 Invariants: the signals of a position are sent once, even if it is recomputed after a preemption. A
 request's signals are sent in the order of positions. The cost on the step thread depends on the

@@ -30,10 +30,11 @@ from rheostat_server.limits import LOOKAHEAD_BYTES, TENSOR_MESSAGE_BYTES
 
 _LOG = logging.getLogger(__name__)
 
-_UNBEGUN = 8192
-"""Calls that wait in gRPC until this thread begins them, with 15 KiB of memory each. gRPC cancels
-any more, without a reason. By default it cancels some above 1,000 and all above 3,000: of 4,096
-calls that began together on two cores, up to a fifth. The server itself refuses with a reason."""
+_UNBEGUN = 4096
+"""Calls that wait in gRPC until this thread begins them. Each has 15 KiB of memory, and up to
+`LOOKAHEAD_BYTES` of its message. gRPC cancels any more, without a reason. By default it cancels
+some above 1,000 and all above 3,000: of 4,096 calls that began together on two cores, up to a
+fifth. The server itself refuses calls with a reason."""
 
 _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.server.max_pending_requests", _UNBEGUN),

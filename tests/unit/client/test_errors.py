@@ -252,15 +252,25 @@ def test_another_server_or_an_older_one_does_not_know_a_call(client, server, ref
     assert raised.value.details == said
 
 
-def test_a_call_that_the_server_cancels_without_a_reason_says_so(client, server, refusal):
+def test_a_call_that_was_dropped_before_it_began_says_so(client, server, refusal):
     server.on("Tokenize", refusal(grpc.StatusCode.CANCELLED, "CANCELLED"))  # as gRPC says it
     with pytest.raises(rheostat.Cancelled) as raised:
         client.run(lambda engine: engine.tokenize("x"))
     assert str(raised.value) == (
-        f"{server.target} cancelled the call without a reason: it ends, or thousands of calls "
+        f"{server.target} cancelled the call before it began: it ends, or thousands of calls "
         "began at the same time; send the request again"
     )
     assert raised.value.details == "CANCELLED"
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_another_reason_to_be_cancelled_stays_as_it_is(client, server, refusal, begun):
+    said = "CANCELLED" if begun else "Received RST_STREAM with error code 8"
+    started = [generation_service_pb2.GenerateResponse(started={})] if begun else []
+    server.on("Generate", [*started, refusal(grpc.StatusCode.CANCELLED, said)])
+    with pytest.raises(rheostat.Cancelled) as raised:
+        client.run(lambda engine: engine.generate("x"))
+    assert str(raised.value) == said
 
 
 def test_a_connection_that_ends_within_an_answer_is_lost(client, server, refusal):

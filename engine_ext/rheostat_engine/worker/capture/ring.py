@@ -2,7 +2,8 @@
 
 Invariants: a step's rows are in one contiguous region, ordered by encoding, request and site. So
 the rows of an encoding are copied together, and their labels are ranges. A region is written again
-only after its rows were copied off the device. Rows that do not fit are counted as lost.
+only after its rows were copied off the device, or by work that the device runs after their copy.
+Rows that do not fit are counted as lost.
 """
 
 from collections import deque
@@ -39,7 +40,7 @@ class Ring:
         return self._end - 1
 
     def reserve(self, rows: int) -> Region:
-        """Reserves a region; waits until its earlier rows were copied off the device."""
+        """Reserves a region; waits for the fences of its earlier rows."""
         if not 0 < rows <= self.capacity:
             raise ValueError(f"{rows} rows do not fit into a ring of {self.capacity}")
         if self._next + rows > self._end:
@@ -54,7 +55,7 @@ class Ring:
         return region
 
     def set_fence(self, region: Region, fence: Fence) -> None:
-        """Sets the fence after which the rows of the last reserved region were copied off."""
+        """Sets the fence after which the last reserved region may be written again."""
         self._behind.append((region, fence))
 
 

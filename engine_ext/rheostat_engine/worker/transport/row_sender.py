@@ -1,7 +1,8 @@
 """Encodes rows and copies them into the staging area, while the next step runs.
 
-Invariants: `send_rows` does not wait, and its cost does not depend on the number of rows. Their
-region of the ring may be written again after the returned fence. If rows can't be encoded, they are
+Invariants: `send_rows` does not wait for a device, and its cost does not depend on the number of
+rows, but for a small copy on a CPU. Their region of the ring may be written again after the
+returned fence. If rows can't be encoded, they are
 sent raw. If they can't be copied, they are reported as lost. So are signals, for which captured
 rows leave a part of the staging area free. Encoding takes a bounded amount of device memory. Ranges
 of the staging area are reserved in the order in which frames are sent.
@@ -14,7 +15,8 @@ Why small copies do not take the thread
     A thread that wakes up in each step takes Python's lock from the step thread several times. So
     if this module's thread has nothing to do, the step thread itself launches the copy of a few
     raw rows or signals, and passes frames to the `EventSender`. Otherwise it queues them for the
-    thread, because frames must not overtake each other.
+    thread, because frames must not overtake each other. It also does so while the device still
+    copies earlier rows, because the step's stream would wait for them.
 """
 
 import logging
@@ -201,6 +203,8 @@ class RowSender:
         """Number of frames and rows that the step thread has put into the queue."""
         self._passed_on = 0
         """Number of them that the other thread has passed to the event sender."""
+        self._last_copy: torch.cuda.Event | None = None
+        """The end of the other thread's last copies; None: the device has ended them."""
         self._lost_rows = 0
         self._next_log: dict[str, float] = {}
         self._thread = threading.Thread(target=self._run, name="rheostat-rows", daemon=True)
@@ -227,7 +231,7 @@ class RowSender:
     def send_rows(
         self, head: RowsHead | SignalsHead, rows: torch.Tensor, groups: Sequence[Group]
     ) -> Fence:
-        """Queues rows, [n, W], which the current stream's launched work writes.
+        """Copies or queues rows, [n, W], which the current stream's launched work writes.
 
         Args:
             head: the labels, group by group.
@@ -259,9 +263,16 @@ class RowSender:
 
     def _copies_at_once(self, values: torch.Tensor) -> bool:
         """Whether the step thread launches the copy of raw values itself."""
+        if values.nbytes > _SMALL or not self._idle:
+            return False
         # Without pinned memory, the step thread would wait for the device.
-        asynchronous = self._stream is None or self.area.pinned
-        return asynchronous and self._idle and values.nbytes <= _SMALL
+        return self._stream is None or (self.area.pinned and self._copied_all())
+
+    def _copied_all(self) -> bool:
+        """Whether the device has ended all copies of the other thread, which is idle."""
+        if self._last_copy is not None and self._last_copy.query():
+            self._last_copy = None
+        return self._last_copy is None
 
     def _copy_at_once(self, head: RowsHead | SignalsHead, values: torch.Tensor) -> Frame:
         """Launches the copy of a few raw values on the current stream; returns their frame."""
@@ -334,7 +345,7 @@ class RowSender:
                 head = self._launch(pending)
             finally:
                 # Launched copies read the rows, even if a later launch failed.
-                pending.copied = self._fence(self._stream)
+                pending.copied = self._last_copy = self._fence(self._stream)
         except (
             Exception
         ):  # any error, because the engine must continue, and the frame reports the loss
@@ -365,7 +376,7 @@ class RowSender:
             staging_range = self._pack(pending, [Group(None, len(pending.rows))])
         return msgspec.structs.replace(head, staging_range=staging_range)
 
-    def _fence(self, stream: torch.cuda.Stream | None) -> Fence | None:
+    def _fence(self, stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
         """A fence after the work launched on a stream; None if that work is complete.
 
         If `stream` is None, the current stream is meant.

@@ -103,7 +103,7 @@ async def test_metadata_that_is_not_utf8_is_logged_once_and_its_calls_are_answer
 
 
 async def test_no_call_of_a_burst_is_dropped_while_the_thread_of_events_waits() -> None:
-    burst, held, answered = 4096, threading.Event(), 0
+    burst, held, answered = 4000, threading.Event(), 0
 
     async def answer(path: str, call: Call) -> None:
         nonlocal answered
