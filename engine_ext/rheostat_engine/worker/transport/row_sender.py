@@ -284,7 +284,8 @@ class RowSender:
         except Exception:  # as in `_copy_rows`
             self._log_failure(_NOT_COPIED)
             self._lost_rows += captured
-            return Frame(head.as_lost)
+            stream = None if self._stream is None else torch.cuda.current_stream()
+            return _lost(head, stream)
         self.left_bytes += values.nbytes
         return Frame(head, copied, (head.as_lost,), captured)
 
@@ -353,7 +354,7 @@ class RowSender:
             self._lost_rows += pending.captured
             if head.staging_range is None:  # otherwise the staging area counts the rows already
                 self._count(-pending.bytes)
-            return Frame(head.as_lost)
+            return _lost(head, self._stream)
         finally:
             pending.set_launched()  # the step thread may be waiting in `Ring.reserve`
         assert head.staging_range is not None
@@ -431,6 +432,15 @@ class RowSender:
     def _count(self, change: int) -> None:
         with self._lock:
             self._pending_bytes += change
+
+
+def _lost(head: RowsHead | SignalsHead, stream: Fence | None) -> Frame:
+    """The frame of rows or signals that are lost.
+
+    It waits for the stream: a copy may be launched whose fence could not be recorded, and the
+    server gives the range back once it has the frame.
+    """
+    return Frame(head.as_lost, stream, (head.as_lost,))
 
 
 def copy_at_once(target: torch.Tensor, values: torch.Tensor) -> None:

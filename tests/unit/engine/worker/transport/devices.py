@@ -122,3 +122,6 @@ class FakeStream:
 
     def wait_event(self, event: object) -> None:
         pass
+
+    def synchronize(self) -> None:
+        pass

@@ -213,6 +213,36 @@ def test_a_ring_never_waits_for_rows_whose_event_cannot_be_recorded(
     row_sender.close()
 
 
+def test_lost_rows_keep_their_range_while_a_copy_may_still_write_to_it(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits, go_on = threading.Event(), threading.Event()
+
+    class Stream(FakeStream):
+        def synchronize(self) -> None:
+            waits.set()
+            assert go_on.wait(10)
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(FakeEvent, "left", 1)  # the rows are written; that they left is not known
+    row_sender = RowSender(
+        EventSender(server.address), torch.device("cuda"), server.area, scratch=64
+    )
+    row_sender.send(Frame(installed()))
+    head = RowsHead(0, "float32", WIDTH, [[2]], int64(1), int64(0), int64(5), int64(3))
+    row_sender.send_rows(head, torch.zeros(3, WIDTH), [Group(None, 3)])
+    row_sender.send(Frame(released()))
+    assert waits.wait(10)
+    assert server.area.free_bytes < server.area.size
+    go_on.set()
+    server.wait_for(2)
+    assert server.area.free_bytes == server.area.size
+    assert row_sender.lost_rows == 3
+    row_sender.close()
+
+
 class CopyEngine:
     """Stands for a device whose copies end only when somebody waits for an event behind them."""
 
