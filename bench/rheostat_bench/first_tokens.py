@@ -4,8 +4,8 @@ Runs bursts of requests on stock vLLM in process and on this server, in turns. F
 reports medians: when the first, the middle and the last request reached the front end, the server,
 vLLM's client and the engine's core; the prompts, tokens and launch time of each step; when the
 server read first and last tokens; and when clients had them. Recording costs a little, so use
-`sidebyside` to compare times to the first token. The records stay in a folder of
-OUT, `traces-` and some letters.
+`sidebyside` to compare times to the first token. The records stay in a folder of OUT whose name
+begins with `traces-`.
 
     rheostat bench first_tokens --shape qwen3-8b --streams 32 256 --out results
     rheostat bench first_tokens --shape qwen3-8b --streams 256 --tokens 128 --out results

@@ -1,9 +1,11 @@
 """A worker's captures and their way out, on a CPU, and what stands for a CUDA stream."""
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
+import pytest
 import torch
 
 from rheostat_engine import Capture, Event, Plan, Released, RowEncoding, Rows
@@ -125,3 +127,13 @@ class FakeStream:
 
     def synchronize(self) -> None:
         pass
+
+
+def simulated_cuda_sender(
+    server: Server, monkeypatch: pytest.MonkeyPatch, stream: type, event: type
+) -> RowSender:
+    """A sender whose device has such streams and events."""
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    return RowSender(EventSender(server.address), torch.device("cuda"), server.area, scratch=64)

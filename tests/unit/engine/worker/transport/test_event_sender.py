@@ -1,7 +1,7 @@
 """What is handed over on a worker reaches the server's loop, whatever else arrives there."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +34,6 @@ from rheostat_engine.worker.transport.row_sender import RowSender
 from ...frames import DOSE, ROWS_OF_2, ROWS_OF_7, Server, installed, int64, payload, released, rows
 
 MANY = REQUESTS_AT_ONCE + 4
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    server = Server(f"ipc://{tmp_path}/channel")
-    yield server
-    server.channel.close()
-    server.close_loop()
 
 
 class Fence:

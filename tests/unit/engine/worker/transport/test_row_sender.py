@@ -2,8 +2,6 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -31,20 +29,21 @@ from rheostat_engine.worker.transport.row_sender import (
 from ...frames import DOSE, Server, installed, int64, released
 from ...strategies import EVERYWHERE
 from ...tables import CPU, WIDTH
-from .devices import LOST, OTHERS, Device, FakeStream, check, events_of, failing
+from .devices import (
+    LOST,
+    OTHERS,
+    Device,
+    FakeStream,
+    check,
+    events_of,
+    failing,
+    simulated_cuda_sender,
+)
 
 EIGHT = RowEncoding(Codec.FULL8)
 TOP = RowEncoding(Codec.TOPK8, kept=2)
 HALF = RowEncoding(Codec.CAST, "bfloat16")
 NO_ROOM = f"captured rows could not be encoded and are sent raw{OTHERS}"
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    server = Server(f"ipc://{tmp_path}/channel")
-    yield server
-    server.channel.close()
-    server.close_loop()
 
 
 def test_rows_that_are_being_copied_take_their_room_once(
@@ -178,6 +177,9 @@ class FakeEvent:
 
     left = 0
 
+    def __init__(self, blocking: bool = False) -> None:
+        pass
+
     def record(self, stream: object = None) -> None:
         FakeEvent.left -= 1
         if FakeEvent.left < 0:
@@ -190,13 +192,8 @@ class FakeEvent:
 def test_a_ring_never_waits_for_rows_whose_event_cannot_be_recorded(
     server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
-    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(FakeEvent, "left", 1)  # the rows are written; that they left is not known
-    row_sender = RowSender(
-        EventSender(server.address), torch.device("cuda"), server.area, scratch=64
-    )
+    row_sender = simulated_cuda_sender(server, monkeypatch, FakeStream, FakeEvent)
     row_sender.send(Frame(installed()))
     head = RowsHead(0, "float32", WIDTH, [[2]], int64(1), int64(0), int64(5), int64(3))
     fence = row_sender.send_rows(head, torch.zeros(3, WIDTH), [Group(None, 3)])
@@ -223,13 +220,8 @@ def test_lost_rows_keep_their_range_while_a_copy_may_still_write_to_it(
             waits.set()
             assert go_on.wait(10)
 
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(FakeEvent, "left", 1)  # the rows are written; that they left is not known
-    row_sender = RowSender(
-        EventSender(server.address), torch.device("cuda"), server.area, scratch=64
-    )
+    row_sender = simulated_cuda_sender(server, monkeypatch, Stream, FakeEvent)
     row_sender.send(Frame(installed()))
     head = RowsHead(0, "float32", WIDTH, [[2]], int64(1), int64(0), int64(5), int64(3))
     row_sender.send_rows(head, torch.zeros(3, WIDTH), [Group(None, 3)])

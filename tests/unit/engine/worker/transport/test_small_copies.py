@@ -1,32 +1,21 @@
 """Signals and a few raw rows, whose copy the step thread launches itself."""
 
-import contextlib
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from rheostat_engine import Capture, Codec, Installed, Released, RowEncoding, Rows, SignalRows
-from rheostat_engine.worker.transport.event_sender import EventSender, Frame
-from rheostat_engine.worker.transport.row_sender import RowSender, copy_at_once, pack
+from rheostat_engine.worker.transport.event_sender import Frame
+from rheostat_engine.worker.transport.row_sender import copy_at_once, pack
 
 from ...frames import Server, installed, released, signals
 from ...strategies import EVERYWHERE
 from ...tables import WIDTH
-from .devices import LOST, Device, FakeStream, check, events_of, failing
+from .devices import LOST, Device, FakeStream, check, events_of, failing, simulated_cuda_sender
 
 EIGHT = RowEncoding(Codec.FULL8)
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    server = Server(f"ipc://{tmp_path}/channel")
-    yield server
-    server.channel.close()
-    server.close_loop()
 
 
 def test_signals_come_beside_rows_and_bit_for_bit(server: Server) -> None:
@@ -153,12 +142,7 @@ def test_a_few_rows_take_the_thread_while_the_device_still_copies_earlier_ones(
         def query(self) -> bool:
             return copied
 
-    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
-    row_sender = RowSender(
-        EventSender(server.address), torch.device("cuda"), server.area, scratch=64
-    )
+    row_sender = simulated_cuda_sender(server, monkeypatch, FakeStream, Event)
     server.area.pinned = True
     rows = torch.zeros(2, WIDTH)
     assert row_sender._copies_at_once(rows)
